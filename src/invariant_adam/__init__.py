@@ -1,0 +1,3 @@
+"""Batch size invariant Adam for PyTorch."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,99 @@
+"""The handover between the one-pass engine and the optimizer: a pair on each parameter.
+
+One backward over a mini-batch of κ micro-batches leaves on every parameter
+
+    p.grad        mean_k g_k      the mean gradient, as any backward leaves it
+    p.grad_sq     mean_k g_k²     float32 at least, of the parameter's shape
+    p.grad_kappa  κ               micro-batches in the mean; a ragged one counts n/M
+
+The engine calls `arm` when it opens, `put` for each parameter once its square exists, and `disarm` when it
+closes. The optimizer calls `take`. An optimizer that folds during backward also calls `subscribe`: it is then
+handed each pair at once, so that no more than one parameter's pair is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Parameters inside an open one-pass context: their `p.grad` is a mini-batch's, not a micro-batch's.
+_armed = WeakTensorKeyDictionary()
+# Parameter -> what to call when its pair is complete.
+_subscribers = WeakTensorKeyDictionary()
+
+
+class Pair(NamedTuple):
+    """The mean gradient and the mean squared micro-batch gradient of κ micro-batches."""
+
+    grad: Tensor
+    grad_sq: Tensor
+    kappa: float
+
+
+def arm(p: Tensor) -> None:
+    """Say that the next gradient of `p` is that of a whole mini-batch."""
+    _armed[p] = True
+
+
+def disarm(p: Tensor) -> None:
+    """Take `arm` back."""
+    _armed.pop(p, None)
+
+
+def is_armed(p: Tensor) -> bool:
+    """Whether `p` is inside an open one-pass context."""
+    return p in _armed
+
+
+def subscribe(p: Tensor, taker: Callable[[Tensor], None]) -> None:
+    """Have `taker(p)` called whenever `put` completes the pair of `p`; the latest taker wins."""
+    _subscribers[p] = taker
+
+
+def put(p: Tensor, grad: Tensor, grad_sq: Tensor, kappa: float) -> None:
+    """Leave a pair on `p`, averaged with the pair that is already there."""
+    before = peek(p)
+    if before is not None:
+        total = before.kappa + kappa
+        grad = (before.grad * before.kappa + grad * kappa) / total
+        grad_sq = (before.grad_sq * before.kappa + grad_sq * kappa) / total
+        kappa = total
+    p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
+    taker = _subscribers.get(p)
+    if taker is not None:
+        taker(p)
+
+
+def peek(p: Tensor) -> Pair | None:
+    """The pair on `p`, or None where there is no square."""
+    grad_sq = getattr(p, "grad_sq", None)
+    if grad_sq is None:
+        return None
+    kappa = getattr(p, "grad_kappa", None)
+    if p.grad is None or kappa is None or not kappa > 0 or grad_sq.shape != p.shape:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} has grad_sq of shape {tuple(grad_sq.shape)} with "
+            f"grad={'None' if p.grad is None else 'set'} and grad_kappa={kappa}; a pair needs all three, "
+            "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
+            "the optimizer's zero_grad()"
+        )
+    return Pair(p.grad, grad_sq, float(kappa))
+
+
+def take(p: Tensor) -> Pair | None:
+    """Remove the pair from `p` and return it."""
+    pair = peek(p)
+    if pair is not None:
+        clear(p)
+        p.grad = None
+    return pair
+
+
+def clear(p: Tensor) -> None:
+    """Remove the square from `p`; `p.grad` stays."""
+    for name in ("grad_sq", "grad_kappa"):
+        if hasattr(p, name):
+            delattr(p, name)
