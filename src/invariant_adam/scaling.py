@@ -1,0 +1,149 @@
+"""Hyperparameters at one batch size -> at another, by four rules (floats only, no tensors)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Hyperparameters(NamedTuple):
+    """Adam's hyperparameters as they hold at one batch size."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+
+
+class Rule(NamedTuple):
+    """What a rule makes of each hyperparameter when the batch is ρ times the tuned one."""
+
+    lr: Callable[[float], float]  # ρ -> factor on the learning rate
+    beta: Callable[[float, float], float]  # (β, ρ) -> β of one update
+    decay: Callable[[float, float], float]  # (ηλ, ρ) -> share of the weights that decays in one update
+    needs_small: bool  # valid only while ργ < 1
+
+
+RULES = {
+    "linear": Rule(
+        lr=lambda rho: rho,
+        beta=lambda beta, rho: 1 - rho * (1 - beta),
+        decay=lambda d, rho: rho * d,
+        needs_small=True,
+    ),
+    "exponential": Rule(
+        lr=lambda rho: rho,
+        beta=lambda beta, rho: beta**rho,
+        decay=lambda d, rho: -math.expm1(rho * math.log1p(-d)),  # 1 - (1-d)^ρ without cancellation
+        needs_small=False,
+    ),
+    "square_root": Rule(
+        lr=math.sqrt,
+        beta=lambda beta, rho: 1 - rho * (1 - beta),
+        decay=lambda d, rho: math.sqrt(rho) * d,
+        needs_small=True,
+    ),
+    "sgd": Rule(
+        lr=lambda rho: rho,
+        beta=lambda beta, rho: beta,
+        decay=lambda d, rho: rho * d,
+        needs_small=False,
+    ),
+}
+
+
+def scale(
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    *,
+    from_batch: float,
+    to_batch: float,
+    rule: str = "exponential",
+) -> Hyperparameters:
+    """Return the hyperparameters at `to_batch` that follow the run tuned at `from_batch`.
+
+    With ρ = to_batch / from_batch and γ = 1 − β:
+
+    =============  ====  ==============  ================
+    rule           lr    γ               decay per update
+    =============  ====  ==============  ================
+    linear         ρη    ργ              1 − ρηλ
+    exponential    ρη    1 − (1−γ)^ρ     (1 − ηλ)^ρ
+    square_root    √ρη   ργ              1 − √ρηλ
+    sgd            ρη    unchanged       1 − ρηλ
+    =============  ====  ==============  ================
+
+    The returned `weight_decay` is the λ′ for which AdamW's own factor 1 − η′λ′ is the one in the table, so the
+    result can be handed to `torch.optim.AdamW` as it is. ε does not scale. `square_root` is for standard Adam.
+
+    Args:
+        lr: learning rate η per update at `from_batch`.
+        betas: EMA coefficients per update at `from_batch`.
+        weight_decay: decoupled decay λ.
+        from_batch: samples per update where the hyperparameters hold.
+        to_batch: samples per update where they are wanted; larger or smaller.
+        rule: "linear", "exponential", "square_root" or "sgd".
+
+    >>> h = scale(1e-3, (0.9, 0.999), 0.1, from_batch=32, to_batch=128, rule="linear")
+    >>> h.lr, round(h.betas[0], 12), h.betas[1], h.weight_decay
+    (0.004, 0.6, 0.996, 0.1)
+    >>> scale(1e-3, (0.9, 0.999), from_batch=32, to_batch=128).betas[0] == 0.9**4
+    True
+    """
+    check_hyperparameters(lr, betas, 0.0, weight_decay)
+    check_decay(lr, weight_decay)
+    for name, batch in (("from_batch", from_batch), ("to_batch", to_batch)):
+        if not 0 < batch < math.inf:
+            raise ValueError(f"{name} must be a positive number of samples, got {batch}")
+    law = find_rule(rule, tuple(RULES))
+    rho = to_batch / from_batch
+    check_rho(rule, rho, betas, batch=to_batch, tuned=from_batch)
+    new_lr = lr * law.lr(rho)
+    new_betas = (law.beta(betas[0], rho), law.beta(betas[1], rho))
+    # λ' from 1 - η'λ' = 1 - decay; where nothing moves (η = 0) any λ' does, and λ stays.
+    new_decay = law.decay(lr * weight_decay, rho) / new_lr if new_lr else weight_decay
+    return Hyperparameters(new_lr, new_betas, new_decay)
+
+
+def find_rule(rule: str, among: tuple[str, ...]) -> Rule:
+    """Look a rule up by name; a wrong name is told the right ones."""
+    if rule not in among:
+        raise ValueError(f"rule must be one of {', '.join(map(repr, among))}, got {rule!r}")
+    return RULES[rule]
+
+
+def check_rho(rule: str, rho: float, betas: tuple[float, float], *, batch: float, tuned: float) -> None:
+    """Refuse a ρ at which an EMA of the rule would forget more than everything."""
+    if not RULES[rule].needs_small:
+        return
+    for i, beta in enumerate(betas, 1):
+        if not rho * (1 - beta) < 1:
+            raise ValueError(
+                f'rule="{rule}" needs rho*(1-beta{i}) < 1, got {rho * (1 - beta):.3g} at batch size {batch:g} '
+                f'(tuned at {tuned:g}); use rule="exponential"'
+            )
+
+
+def check_decay(lr: float, weight_decay: float) -> None:
+    """Refuse a decoupled decay that would flip the sign of the weights in one update."""
+    if not lr * weight_decay < 1:
+        raise ValueError(
+            f"lr*weight_decay must be below 1, got {lr:g}*{weight_decay:g} = {lr * weight_decay:g}: one update "
+            "would turn the weights around; lower weight_decay or lr"
+        )
+
+
+def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Refuse values for which Adam has no meaning, by name."""
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"lr must be a finite number of at least 0, got {lr}")
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas}")
+    for i, beta in enumerate(betas, 1):
+        if not 0 <= beta < 1:
+            raise ValueError(f"beta{i} must be in [0, 1), got betas={tuple(betas)}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number of at least 0, got {eps}")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay must be a finite number of at least 0, got {weight_decay}")
