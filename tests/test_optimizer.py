@@ -811,6 +811,7 @@ def test_a_learning_rate_on_the_wrong_device_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_in_a_cuda_graph_is_refused():
     w = nn.Parameter(torch.ones(3, device="cuda"))
     opt = InvariantAdam([w], fold="call")
@@ -821,6 +822,7 @@ def test_capture_in_a_cuda_graph_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_neither_fold_nor_step_waits_for_the_gpu():
     model = mlp(torch.float32, device="cuda")
     opt = InvariantAdam(model.parameters(), weight_decay=0.1)

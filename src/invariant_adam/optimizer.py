@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from . import checks, folding, hooks
+from .diagnostics import NoiseScale, noise_scale
 from .kernels import adam as kernels
 from .one_pass import pair
 from .scaling import RULES, check_decay, check_hyperparameters, check_rho, find_rule
@@ -179,6 +180,10 @@ class InvariantAdam(Optimizer):
     def nonfinite(self) -> int:
         """Gradient elements left out of the moments so far because they were not finite (waits for the device)."""
         return sum(int(count) for count in self._skipped.values())
+
+    def noise_scale(self) -> NoiseScale:
+        """Estimate the gradient's signal and noise from the moments; see `invariant_adam.diagnostics`."""
+        return noise_scale(self)
 
     def expect(self, kappa: float) -> None:
         """Declare how many micro-batches the coming update has; without it, as many as the update before.
