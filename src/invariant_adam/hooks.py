@@ -1,0 +1,99 @@
+"""Autograd hooks: which optimizer folds a parameter's gradient during backward, and what that takes from others."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .one_pass import pair
+
+
+class Folder(Protocol):
+    """What can own parameters: something that takes a gradient the moment a backward has left it."""
+
+    def on_grad(self, p: Tensor) -> None:
+        """Take the gradient or the pair off `p`."""
+
+
+# Parameter -> (weak reference to its owner, handle of the hook).
+_owners = WeakTensorKeyDictionary()
+
+
+def owner(p: Tensor) -> Folder | None:
+    """Return the live owner of `p`."""
+    reference, _ = _owners.get(p, (None, None))
+    found: Folder | None = reference and reference()
+    return found
+
+
+def own(p: Tensor, folder: Folder) -> None:
+    """Make `folder` the owner of `p`, in place of the one before.
+
+    A parameter has one owner, since two hooks would fight for one gradient. The hook holds it weakly, so that a deleted
+    optimizer leaves gradients alone.
+    """
+    reference = weakref.ref(folder)
+
+    def hook(p: Tensor) -> None:
+        folder = reference()
+        if folder is not None:
+            folder.on_grad(p)
+
+    _, before = _owners.get(p, (None, None))
+    if before is not None:
+        before.remove()
+    _owners[p] = (reference, p.register_post_accumulate_grad_hook(hook))
+    pair.subscribe(p, hook)
+
+
+def inside_backward() -> bool:
+    """Whether the hook that asks runs in a backward called from a backward (reentrant checkpointing)."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def watch_clipping() -> None:
+    """Make torch's gradient clipping refuse parameters whose gradients are folded away before it runs.
+
+    It would find no gradient, clip nothing and say nothing. The inner function is wrapped where torch has one, so that
+    a `clip_grad_norm_` imported by name is covered as well.
+    """
+    module = torch.nn.utils.clip_grad
+    inner = "_clip_grads_with_norm_" if hasattr(module, "_clip_grads_with_norm_") else "clip_grad_norm_"
+    for name in (inner, "clip_grad_value_"):
+        function = getattr(module, name)
+        if not hasattr(function, "_refuses_folded"):
+            refusing = _refusing(function)
+            for place in (module, torch.nn.utils):
+                if getattr(place, name, None) is function:
+                    setattr(place, name, refusing)
+
+
+def _refusing(function: Any) -> Any:
+    @functools.wraps(function)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if any(p.grad is None and owner(p) is not None for p in parameters):
+                raise RuntimeError(
+                    'gradient clipping cannot act on parameters of InvariantAdam(fold="backward"): their gradients are '
+                    "folded and gone. Remove it (trainers: max_grad_norm=0, gradient_clip_val=None) and give "
+                    "InvariantAdam max_micro_norm, which clips each micro-batch and so does not depend on the batch "
+                    'size; or use fold="call", where p.grad stands until opt.fold()'
+                )
+        return function(parameters, *args, **kwargs)
+
+    clip._refuses_folded = True  # type: ignore[attr-defined]
+    return clip

@@ -1,0 +1,658 @@
+"""Micro-batch gradients -> m, v -> weights: `InvariantAdam`, a `torch.optim.Optimizer`.
+
+The way of a gradient through this file: a hook (`fold="backward"`) or `fold()` (`fold="call"`) hands it to `_fold`,
+which adds it to the moments and drops it; `step` closes the update: it scales the hyperparameters to the number of
+micro-batches that came, normalises and debiases by scalars alone, and moves the weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from . import checks, folding, hooks
+from .kernels import adam as kernels
+from .one_pass import pair
+from .scaling import RULES, check_decay, check_hyperparameters, check_rho, find_rule
+
+F = TypeVar("F", bound=Callable[..., Any])
+# An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
+_eager: Callable[[F], F] = torch.compiler.disable
+
+UpdateHook = Callable[["InvariantAdam", int, int], None]
+
+
+class InvariantAdam(Optimizer):
+    r"""Adam(W) whose trajectory does not depend on the batch size (Wang & Aitchison, Algorithm 3).
+
+    Each of the κ micro-batches of an update is squared before it is averaged:
+
+        m ← (1−γ₁′)m + γ₁′ mean_k g_k       v ← (1−γ₂′)v + γ₂′ mean_k g_k²
+        w ← (1−η′λ)w − η′ m̂ / (√v̂ + ε)
+
+    where η′ and γ′ = 1 − β′ are the hyperparameters scaled to this update's batch, ρ = κM/B₀ times the tuned one.
+    How many micro-batches make an update is free, from update to update; a parameter that has no gradient in some of
+    them is scaled by its own count.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for every `torch.optim.Optimizer`. A group may
+            set its own `lr`, `betas`, `eps`, `weight_decay`, `maximize` and `decoupled`.
+        lr: learning rate η of one update at the tuned batch size. A float, or a 0-d tensor on the CPU.
+        betas: EMA coefficients of one update at the tuned batch size.
+        eps: ε; it does not scale, since v is at the scale of one micro-batch whatever the batch size is.
+        weight_decay: decay λ.
+        micro_batch_size: M, samples in a micro-batch. None: unknown; the micro-batch itself is the unit.
+        tuned_batch_size: B₀, samples per update for which `lr`, `betas` and `weight_decay` were tuned. None: one
+            micro-batch.
+        rule: "exponential", valid at any batch size, or "linear", the paper's (see `invariant_adam.scaling`).
+        fold: "backward" folds each gradient in an autograd hook and frees it at once, so that `p.grad` is always
+            None and no gradient accumulator exists. "call" leaves `p.grad` alone until `fold()`.
+        loss_divisor: what the training loop divided each micro-batch loss by (many trainers divide by κ).
+        decoupled: True for AdamW's decay; False for L2, λw added to each micro-batch gradient.
+        maximize: ascend instead of descend.
+        state_dtype: dtype of the moments at least; those of a wider parameter have its dtype.
+        max_micro_norm: clip each micro-batch gradient to this norm: the norm over all parameters with fold="call",
+            over each tensor with fold="backward". Unlike clipping the mean, this does not depend on the batch size.
+        on_nonfinite: what to do about a NaN, an infinity or a square that overflows. Its element is left out of the
+            moments in any case; "skip" then goes on and warns (see `nonfinite`), "raise" stops at `step()`.
+        adamw_options: AdamW's own options, so that its call can be edited in one place: `fused` and `foreach` choose
+            nothing here and are ignored; `amsgrad`, `capturable` and `differentiable` are refused unless False.
+
+    A loop over four micro-batches of 8 samples, tuned at 8 samples per update:
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Linear(3, 1)
+    >>> opt = InvariantAdam(model.parameters(), lr=1e-3, micro_batch_size=8)
+    >>> for x in torch.randn(4, 8, 3):
+    ...     model(x).square().mean().backward()
+    >>> model.weight.grad is None, opt.kappa
+    (True, 4.0)
+    >>> opt.step()
+    >>> opt.samples_seen
+    32
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        micro_batch_size: int | None = None,
+        tuned_batch_size: int | None = None,
+        rule: str = "exponential",
+        fold: str = "backward",
+        loss_divisor: float = 1.0,
+        decoupled: bool = True,
+        maximize: bool = False,
+        state_dtype: torch.dtype = torch.float32,
+        max_micro_norm: float | None = None,
+        on_nonfinite: str = "skip",
+        **adamw_options: Any,
+    ) -> None:
+        checks.check_adamw_options(adamw_options)
+        checks.check_sizes(micro_batch_size, tuned_batch_size)
+        find_rule(rule, ("exponential", "linear"))
+        checks.check_choice("fold", fold, ("backward", "call"))
+        checks.check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
+        checks.check_positive("loss_divisor", loss_divisor)
+        if max_micro_norm is not None:
+            checks.check_positive("max_micro_norm", max_micro_norm)
+        checks.check_state_dtype(state_dtype)
+        self.loss_divisor = loss_divisor
+        self.max_micro_norm = max_micro_norm
+        self._fold_in = fold
+        self._state_dtype = state_dtype
+        self._on_nonfinite = on_nonfinite
+        self._group_index: dict[Tensor, int] = {}
+        self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
+        self._skipped: dict[
+            torch.device, Tensor
+        ] = {}  # non-finite elements left out so far, counted on the device
+        self._reported = 0  # how many of them the user was told of
+        self._open: dict[Tensor, folding.Part]  # what is folded into the update that is open
+        self._backwards: float  # its micro-batches, as the backwards or fold() calls themselves count them
+        self._expected: float | None  # those that were declared
+        self._weight: float  # n/M of the micro-batch at hand
+        self._task: int  # the autograd task that last delivered a gradient
+        self._nested: bool  # whether one came from a backward inside a backward
+        self._reset_update()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled,  # torch's own key, so that Adam and AdamW read it
+            "micro_batch_size": micro_batch_size,
+            "tuned_batch_size": tuned_batch_size,
+            "rule": rule,
+            "samples_seen": 0,
+        }
+        super().__init__(params, defaults)
+        if fold == "backward":
+            hooks.watch_clipping()
+
+    # ---------------------------------------------------------------- what the user asks and tells
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """M, samples in a micro-batch; None when it was not given."""
+        size: int | None = self.param_groups[0]["micro_batch_size"]
+        return size
+
+    @property
+    def tuned_batch_size(self) -> int | None:
+        """B₀, samples per update at which the hyperparameters hold; None for one micro-batch."""
+        size: int | None = self.param_groups[0]["tuned_batch_size"]
+        return size
+
+    @property
+    def kappa(self) -> float:
+        """κ, micro-batches folded into the update that is open; a ragged one counts n/M."""
+        return max([self._backwards, *(part.kappa for part in self._open.values())])
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that finished updates consumed; micro-batches, where no `micro_batch_size` was given."""
+        seen: int = self.param_groups[0]["samples_seen"]
+        return seen
+
+    @property
+    def nonfinite(self) -> int:
+        """Gradient elements left out of the moments so far because they were not finite (waits for the device)."""
+        return sum(int(count) for count in self._skipped.values())
+
+    def expect(self, kappa: float) -> None:
+        """Declare how many micro-batches the coming update has; without it, as many as the update before.
+
+        A batch size that changes from one update to the next is then exact, not only to first order. It is a promise
+        of at most κ: `step()` refuses more gradients of a parameter than that, which is how a second backward over
+        the same micro-batch shows.
+        """
+        checks.check_positive("kappa", kappa)
+        if self._open:
+            raise RuntimeError(
+                f"expect({kappa:g}) came after {self.kappa:g} micro-batches of this update were folded with another "
+                "expectation; call it before the first backward of the update"
+            )
+        self._expected = float(kappa)
+
+    @contextmanager
+    def ragged(self, samples: int) -> Iterator[None]:
+        """Fold the gradients of this context as those of a smaller micro-batch, of `samples` < M samples.
+
+        Its loss is the mean over its own samples, and it counts n/M micro-batches in both moments.
+        """
+        size = self.micro_batch_size
+        if size is None:
+            raise ValueError(
+                f"ragged(samples={samples}) needs to know the size of a full micro-batch; give micro_batch_size to "
+                "InvariantAdam"
+            )
+        if not 0 < samples <= size:
+            raise ValueError(
+                f"ragged(samples={samples}) must be between 1 and micro_batch_size={size}: the square of a larger "
+                "micro-batch is on another scale; split it"
+            )
+        before, self._weight = self._weight, samples / size
+        try:
+            yield
+        finally:
+            self._weight = before
+
+    def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
+        """Have `hook(optimizer, start, stop)` called in each `step()` once κ is known and before a weight moves.
+
+        The update consumes the samples from `start` to `stop`. Sample-based schedules set the learning rate here.
+        """
+        handle = RemovableHandle(self._update_hooks)
+        self._update_hooks[handle.id] = hook
+        return handle
+
+    # ---------------------------------------------------------------- gradient -> moments
+
+    @_eager
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Fold the `p.grad` of all parameters as one micro-batch and free them (fold="call")."""
+        if self._fold_in != "call":
+            raise RuntimeError(
+                'fold() is for InvariantAdam(fold="call"); with fold="backward" each backward folds by itself: '
+                "remove the call"
+            )
+        self._bind()
+        params = [p for p in self._params() if p.grad is not None]
+        if not params:
+            raise RuntimeError(
+                "fold() found no gradient: no backward reached the parameters of this optimizer since the last fold()"
+            )
+        if all(pair.peek(p) is None for p in params):
+            self._backwards += self._weight
+        self._fold(params)
+
+    @_eager
+    @torch.no_grad()
+    def on_grad(self, p: Tensor) -> None:
+        """Fold what a backward just left on `p`: a micro-batch gradient, or the pair of a one-pass mini-batch."""
+        if pair.peek(p) is None:
+            if pair.is_armed(p):
+                return  # a mini-batch gradient, half of a pair whose square is still to come
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
+                # A reentrant checkpoint runs backwards of its own inside the user's.
+                nested = hooks.inside_backward()
+                self._nested |= nested
+                self._backwards += 0.0 if nested else self._weight
+        self._fold([p])
+
+    def _fold(self, params: list[Tensor]) -> None:
+        """Fold the gradients or pairs on `params`, one micro-batch's or mini-batch's, and take them off."""
+        parts = [self._open.get(p) or self._begin(p) for p in params]  # refuses before anything changes
+        arrivals = [self._take(p) for p in params]
+        self._condition(params, arrivals)
+        buckets: dict[Any, list[int]] = defaultdict(list)
+        for i, (p, part, x) in enumerate(zip(params, parts, arrivals, strict=True)):
+            self._open[p] = part
+            gain = (part.b[0] * x.kappa * x.sign, part.b[1] * x.kappa * x.sign**2)
+            buckets[part.keep, gain, p.device, x.grad.dtype, x.square is None].append(i)
+            part.keep = (1.0, 1.0)
+            part.kappa += x.kappa
+        for (keep, gain, *_), indices in buckets.items():
+            squares = [sq for i in indices if (sq := arrivals[i].square) is not None]
+            kernels.fold(
+                [arrivals[i].grad for i in indices],
+                squares or None,
+                [self.state[params[i]]["exp_avg"] for i in indices],
+                [self.state[params[i]]["exp_avg_sq"] for i in indices],
+                keep=keep,
+                gain=gain,
+            )
+
+    def _begin(self, p: Tensor) -> folding.Part:
+        """Plan the part of `p` in the update whose first gradient has come."""
+        checks.refuse_capture(p)
+        group, state = self._group(p), self.state[p]
+        for key in (
+            "exp_avg",
+            "exp_avg_sq",
+        ):  # follow a model.to(...) that came after the optimizer was built
+            state[key] = state[key].to(p.device, self._moment_dtype(p))
+        if state["debias1"] == 1.0:
+            return folding.begin_free()
+        kappa = self._expected or state["kappa"] or self._tuned / self._size
+        return folding.begin(state, self._betas(group, kappa), kappa)
+
+    def _take(self, p: Tensor) -> _Arrival:
+        """Take the gradient or the pair off `p`."""
+        group = self._group(p)
+        sign = (-1.0 if group["maximize"] else 1.0) * float(self.loss_divisor)
+        found = pair.take(p)
+        if found is not None:
+            return _Arrival(found.grad.detach(), found.grad_sq.detach(), found.kappa, sign)
+        assert p.grad is not None
+        grad, p.grad = p.grad.detach(), None
+        # A sparse gradient comes in pieces (uncoalesced), which must be summed before the square: made dense, it is.
+        return _Arrival(grad.to_dense() if grad.is_sparse else grad, None, self._weight, sign)
+
+    def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:
+        """Make the gradients fit to fold: finite, clipped, with L2 decay inside."""
+        for x in arrivals:
+            device = x.grad.device
+            if device not in self._skipped:
+                self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+            kernels.guard([x.grad], None if x.square is None else [x.square], self._skipped[device])
+        if self.max_micro_norm is not None:
+            if any(x.square is not None for x in arrivals):
+                raise RuntimeError(
+                    f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass "
+                    "mini-batch never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
+                )
+            kernels.clip([x.grad for x in arrivals], self.max_micro_norm / float(self.loss_divisor))
+        for p, x in zip(params, arrivals, strict=True):
+            group = self._group(p)
+            decay = group["weight_decay"]
+            if decay and not group["decoupled_weight_decay"]:
+                # mean_k (g_k + λw)² = mean_k g_k² + λw(2 mean_k g_k + λw), so the pair is enough.
+                dtype = self.state[p]["exp_avg"].dtype
+                grad, pull = x.grad.to(dtype).mul_(x.sign), p.detach().to(dtype) * decay
+                if x.square is not None:
+                    x.square = x.square.to(dtype) * x.sign**2 + pull * (2 * grad + pull)
+                x.grad, x.sign = grad.add_(pull), 1.0
+
+    # ---------------------------------------------------------------- moments -> weights
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @_eager
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Close the update: move the weights by all micro-batches folded since the last step.
+
+        Args:
+            closure: computes the loss and runs the backwards of the update, as for every optimizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._collect()
+        start = self.samples_seen
+        stop = start + round(self.kappa * self._size)
+        for hook in self._update_hooks.values():
+            hook(self, start, stop)
+        plans = [self._plan(p, part) for p, part in self._open.items()]  # refuses before anything changes
+        if self._on_nonfinite == "raise" or all(device.type == "cpu" for device in self._skipped):
+            self._report_nonfinite()  # on an accelerator it would stop the host: told when the state is saved
+        buckets: dict[Any, list[_Plan]] = defaultdict(list)
+        for plan in plans:
+            self.state[plan.p].update(plan.counters)
+            buckets[plan.size, plan.eps, plan.keep, plan.p.device, plan.p.dtype].append(plan)
+        for (size, eps, keep, *_), bucket in buckets.items():
+            states = [self.state[x.p] for x in bucket]
+            kernels.step(
+                [x.p for x in bucket],
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                size=size,
+                eps=eps,
+                keep=keep,
+            )
+        torch._foreach_add_([self.state[x.p]["step"] for x in plans], 1.0)
+        for group in self.param_groups:
+            group["samples_seen"] = stop
+        self._reset_update()
+        return loss
+
+    def _collect(self) -> None:
+        """Fold the pairs that one pass left for this step, and refuse an update that is not whole."""
+        lost = self._bind()
+        params = list(self._params())
+        left = [p for p in params if pair.peek(p) is not None]
+        if left:
+            self._fold(left)
+        checks.refuse_ranks()
+        for p in params:
+            if p.grad is not None:
+                raise RuntimeError(self._unfolded(p, lost))
+        if not self._open:
+            raise RuntimeError(
+                "step() found no gradient: no backward reached the parameters of this optimizer since the last step; "
+                "check that it was built on the parameters the model has now"
+            )
+        counts = {part.kappa for part in self._open.values()}
+        if self._nested and len(counts) > 1:
+            raise RuntimeError(
+                f"the parameters got between {min(counts):g} and {max(counts):g} gradients in this update, and "
+                "reentrant activation checkpointing is in use, which delivers the gradient of a layer used twice in "
+                "pieces; squares of pieces are wrong: use checkpoint(..., use_reentrant=False)"
+            )
+        if self._expected is not None and max(counts) > self._expected * (1 + 1e-9):
+            p = max(self._open, key=lambda p: self._open[p].kappa)
+            raise RuntimeError(
+                f"parameter {self._name(p)} got {self._open[p].kappa:g} gradients where expect({self._expected:g}) "
+                "promised at most that many micro-batches; a second backward over the same micro-batch counts as "
+                "another one: add the losses and call backward once, or declare the right number"
+            )
+
+    def _unfolded(self, p: Tensor, lost: int) -> str:
+        """Say why a gradient stands on a parameter at `step()`, where none should."""
+        found = f"step() found a gradient on parameter {self._name(p)} that was never folded: "
+        if self._fold_in == "call":
+            return found + "call opt.fold() after each micro-batch's backward, before step()"
+        if lost:
+            return found + (
+                f"the fold hooks of {lost} parameters were missing (the parameters were copied, replaced or unfrozen "
+                "after the optimizer was built) and are registered now; call opt.zero_grad() and run the micro-batches "
+                "of this update again"
+            )
+        return found + (
+            "it was assigned by hand, not left by a backward; call opt.zero_grad(), or use "
+            'InvariantAdam(fold="call") and opt.fold()'
+        )
+
+    def _plan(self, p: Tensor, part: folding.Part) -> _Plan:
+        """Turn a parameter's folds into the scalars of its step and its new counters."""
+        group, state, kappa = self._group(p), self.state[p], part.kappa
+        lr, decay = checks.as_float(group["lr"]), group["weight_decay"]
+        check_hyperparameters(lr, group["betas"], group["eps"], decay)
+        new = folding.close(state, part, self._betas(group, kappa) if part.a is None else group["betas"])
+        x, y = folding.debias(new)
+        rule, rho = RULES[group["rule"]], kappa * self._size / self._tuned
+        keep = 1.0
+        if decay and group["decoupled_weight_decay"]:
+            check_decay(lr, decay)
+            keep -= rule.decay(lr * decay, rho)
+        return _Plan(p, size=lr * rule.lr(rho) * y / x, eps=group["eps"] * y, keep=keep, counters=new)
+
+    def _report_nonfinite(self) -> None:
+        """Tell of the elements left out since the last report (waits for the device)."""
+        new = self.nonfinite - self._reported
+        if not new:
+            return
+        self._reported += new
+        message = (
+            f"{new} gradient elements were not finite, or too large to square, after {self.samples_seen} samples; "
+            "they were left out of the moments"
+        )
+        if self._on_nonfinite == "raise":
+            raise RuntimeError(
+                message
+                + ", and the weights have not moved. Lower lr or set max_micro_norm; the next step() goes on "
+                'without them, as on_nonfinite="skip" does'
+            )
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+    # ---------------------------------------------------------------- state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad` and the squares that one pass left; what is folded stays part of the update."""
+        super().zero_grad(set_to_none)
+        for p in self._params():
+            pair.clear(p)
+        self._bind()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own hyperparameters; those of the run (M, B₀, rule) are common to all."""
+        if "decoupled" in param_group:
+            param_group["decoupled_weight_decay"] = param_group.pop("decoupled")
+        if self.param_groups:
+            param_group["samples_seen"] = self.samples_seen
+        super().add_param_group(param_group)
+        try:
+            checks.check_group(self.param_groups, gradients=self._fold_in == "call")
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._bind(take=True)
+
+    @_eager
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's format, which `torch.optim.AdamW` loads too; refused in mid-update."""
+        if self._open:
+            raise RuntimeError(
+                f"state_dict() in the middle of an update: {self.kappa:g} micro-batches are folded and not stepped, "
+                "and a checkpoint cannot hold half an update; save after step(). Nothing is lost"
+            )
+        for state in self.state.values():
+            for key, norm in (("exp_avg", "norm1"), ("exp_avg_sq", "norm2")):
+                if state[norm] != 1.0:
+                    state[key].div_(state[norm])
+                    state[norm] = 1.0
+        self._report_nonfinite()
+        return super().state_dict()
+
+    @_eager
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of InvariantAdam, Adam or AdamW; an update that is open is dropped.
+
+        Adam's bias correction β^t goes on from the checkpoint's own betas. Its v is at the scale of its own batch, so
+        the run is exact only if that was one micro-batch; otherwise v moves to the new scale in its half-life.
+        """
+        checks.check_state(state_dict, self)
+        super().load_state_dict(state_dict)
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for i, p in zip(ids, self._params(), strict=True):
+            saved = state_dict["state"].get(i)
+            if not saved:
+                self.state[p] = {}
+                continue
+            group, state = self._group(p), self.state[p]
+            for key in ("exp_avg", "exp_avg_sq"):
+                # Again from the checkpoint: torch has cast it to the dtype of the parameter, bfloat16 perhaps.
+                state[key] = saved[key].detach().to(p.device, self._moment_dtype(p), copy=True)
+            step = float(state["step"])
+            state["step"] = torch.tensor(step)
+            for key, value in folding.after_adam(group["betas"], step).items():
+                state.setdefault(key, value)
+        self._reset_update()
+        self._bind()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = (
+            "loss_divisor",
+            "max_micro_norm",
+            "_fold_in",
+            "_state_dtype",
+            "_on_nonfinite",
+            "_open",
+            "_backwards",
+            "_expected",
+            "_weight",
+            "_nested",
+            "_skipped",
+            "_reported",
+        )
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a group of AdamW's checkpoint lacks ours
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        if "_fold_in" in state:  # a copy or an unpickled optimizer, not load_state_dict
+            self._task = -1
+            self._group_index = {}
+            self._update_hooks = OrderedDict()
+            self._bind(take=True)
+
+    def _reset_update(self) -> None:
+        """Begin a new update, with nothing folded, expected or ragged."""
+        self._open = {}
+        self._backwards, self._expected, self._weight = 0.0, None, 1.0
+        self._task, self._nested = -1, False
+
+    def _bind(self, take: bool = False) -> int:
+        """Give state and a fold hook to each parameter that lacks one; return how many hooks were missing.
+
+        Args:
+            take: take parameters over from another optimizer that folds them, as a newly built one does.
+        """
+        missing = 0
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                self._group_index[p] = index
+                state = self.state[p]
+                if not state:  # made eagerly: torch.distributed.checkpoint looks for it before the first step
+                    zeros = torch.zeros_like(
+                        p, dtype=self._moment_dtype(p), memory_format=torch.preserve_format
+                    )
+                    state |= {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": zeros,
+                        "exp_avg_sq": zeros.clone(memory_format=torch.preserve_format),
+                        **folding.fresh(),
+                    }
+                if self._fold_in != "backward" or not p.requires_grad:
+                    continue
+                owner = hooks.owner(p)
+                if owner is None or (take and owner is not self):
+                    missing += 1
+                    hooks.own(p, self)
+                elif owner is not self:
+                    raise RuntimeError(
+                        f"parameter {self._name(p)} now belongs to an InvariantAdam that was built later on the same "
+                        'parameters and folds their gradients; drop one of the two, or build both with fold="call"'
+                    )
+        return missing
+
+    def _moment_dtype(self, p: Tensor) -> torch.dtype:
+        return torch.promote_types(p.dtype, self._state_dtype)
+
+    def _params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _group(self, p: Tensor) -> dict[str, Any]:
+        return self.param_groups[self._group_index[p]]
+
+    def _name(self, p: Tensor) -> str:
+        """A name for messages: the user's where `named_parameters()` was given, else the place and the shape."""
+        index = self._group_index[p]
+        group = self.param_groups[index]
+        place = next(i for i, q in enumerate(group["params"]) if q is p)
+        if "param_names" in group:
+            return repr(group["param_names"][place])
+        return f"{place} of group {index}, of shape {tuple(p.shape)},"
+
+    @property
+    def _size(self) -> int:
+        return self.micro_batch_size or 1
+
+    @property
+    def _tuned(self) -> int:
+        return self.tuned_batch_size or self._size
+
+    def _betas(self, group: dict[str, Any], kappa: float) -> tuple[float, float]:
+        """β₁′ and β₂′ of an update of κ micro-batches."""
+        rule, batch = group["rule"], kappa * self._size
+        check_rho(rule, batch / self._tuned, group["betas"], batch=batch, tuned=self._tuned)
+        beta1, beta2 = (RULES[rule].beta(beta, batch / self._tuned) for beta in group["betas"])
+        return beta1, beta2
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` asks first; with it, an update whose gradients are folded away still steps."""
+        if self._fold_in == "backward":
+            raise RuntimeError(
+                'GradScaler cannot work with InvariantAdam(fold="backward"): the scaled gradients are folded before it '
+                'can unscale them. Use bfloat16, which needs no scaler, or fold="call" with, per micro-batch, '
+                "scaler.scale(loss).backward(); scaler.unscale_(opt); opt.fold(); scaler.update()"
+            )
+        return True
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A gradient taken off a parameter: `sign`·grad is the micro-batch's, of weight `kappa`."""
+
+    grad: Tensor
+    square: Tensor | None
+    kappa: float
+    sign: float
+
+
+class _Plan(NamedTuple):
+    """What `step` does to one parameter: w ← keep·w − size·m/(√v+eps), and its new counters."""
+
+    p: Tensor
+    size: float
+    eps: float
+    keep: float
+    counters: folding.Counters
