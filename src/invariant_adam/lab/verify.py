@@ -112,7 +112,9 @@ def problem(kappa: int, seed: int) -> tuple[State, list[Gradient]]:
 
     warm_up = [micro_batch() for _ in range(20)]  # so that m and v are what training makes of them
     state = reference.micro_adam(
-        reference.start(0.5 * randn(41)), warm_up, Hyperparameters(lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)
+        reference.start(0.5 * randn(41)),
+        warm_up,
+        Hyperparameters(lr=0.02, betas=(0.9, 0.95), weight_decay=0.0),
     )
     return state, [micro_batch() for _ in range(kappa)]
 
@@ -153,7 +155,7 @@ def _sgd_difference(w: Tensor, grads: Sequence[Gradient], delta: float) -> float
 
 
 def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
+    return float(torch.linalg.vector_norm(x))
 
 
 def _claim(theorem: str, rule: str, quantity: str, differences: list[float]) -> Claim:
@@ -166,8 +168,11 @@ def fit_order(deltas: Sequence[float], differences: Sequence[float]) -> float:
     >>> round(fit_order(DELTAS, [3 * delta**2 for delta in DELTAS]), 12)
     2.0
     """
-    points = [(math.log2(d), math.log2(e)) for d, e in zip(deltas, differences, strict=True) if d in FIT and e > 0]
-    if len(points) < len(FIT):  # a difference of exactly 0: nothing to fit, and nothing wrong
+    tail = [(d, e) for d, e in zip(deltas, differences, strict=True) if d in FIT]
+    if not all(math.isfinite(e) for _, e in tail):
+        return math.nan
+    if any(e == 0 for _, e in tail):  # no difference at all: nothing to fit, and nothing wrong
         return math.inf
+    points = [(math.log2(d), math.log2(e)) for d, e in tail]
     x_mean, y_mean = (sum(p[i] for p in points) / len(points) for i in (0, 1))
     return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
