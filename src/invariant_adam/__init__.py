@@ -2,7 +2,8 @@
 
 from . import reference, scaling
 from .optimizer import InvariantAdam
+from .schedules import InvariantEMA, SampleLambdaLR, warmup_cosine
 
 __version__ = "0.1.0"
 
-__all__ = ["InvariantAdam", "reference", "scaling"]
+__all__ = ["InvariantAdam", "InvariantEMA", "SampleLambdaLR", "reference", "scaling", "warmup_cosine"]

@@ -22,6 +22,9 @@ class Folder(Protocol):
     def on_grad(self, p: Tensor) -> None:
         """Take the gradient or the pair off `p`."""
 
+    def on_taken(self, p: Tensor) -> None:
+        """Note that `p` has another owner now."""
+
 
 # Parameter -> (weak reference to its owner, handle of the hook).
 _owners = WeakTensorKeyDictionary()
@@ -47,9 +50,11 @@ def own(p: Tensor, folder: Folder) -> None:
         if folder is not None:
             folder.on_grad(p)
 
-    _, before = _owners.get(p, (None, None))
+    before = owner(p)
     if before is not None:
-        before.remove()
+        before.on_taken(p)
+    if p in _owners:
+        _owners[p][1].remove()
     _owners[p] = (reference, p.register_post_accumulate_grad_hook(hook))
     pair.subscribe(p, hook)
 

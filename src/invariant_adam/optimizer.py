@@ -118,16 +118,17 @@ class InvariantAdam(Optimizer):
         self._on_nonfinite = on_nonfinite
         self._group_index: dict[Tensor, int] = {}
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
-        self._skipped: dict[
-            torch.device, Tensor
-        ] = {}  # non-finite elements left out so far, counted on the device
-        self._reported = 0  # how many of them the user was told of
-        self._open: dict[Tensor, folding.Part]  # what is folded into the update that is open
-        self._backwards: float  # its micro-batches, as the backwards or fold() calls themselves count them
-        self._expected: float | None  # those that were declared
-        self._weight: float  # n/M of the micro-batch at hand
-        self._task: int  # the autograd task that last delivered a gradient
-        self._nested: bool  # whether one came from a backward inside a backward
+        self._hooked: set[Tensor] = set()  # parameters whose gradients come here by a hook
+        # Elements that were not finite and were left out, counted on their device; and those the user was told of.
+        self._skipped: dict[torch.device, Tensor] = {}
+        self._reported = 0
+        # The update that is open: what is folded into it; the weight of each micro-batch, by the autograd task or the
+        # fold() call that brought it; κ as declared; n/M of the micro-batch at hand; a backward inside a backward.
+        self._open: dict[Tensor, folding.Part]
+        self._backwards: dict[int, float]
+        self._expected: float | None
+        self._weight: float
+        self._nested: bool
         self._reset_update()
         defaults = {
             "lr": lr,
@@ -162,7 +163,7 @@ class InvariantAdam(Optimizer):
     @property
     def kappa(self) -> float:
         """κ, micro-batches folded into the update that is open; a ragged one counts n/M."""
-        return max([self._backwards, *(part.kappa for part in self._open.values())])
+        return max([sum(self._backwards.values()), *(part.kappa for part in self._open.values())])
 
     @property
     def samples_seen(self) -> int:
@@ -240,7 +241,7 @@ class InvariantAdam(Optimizer):
                 "fold() found no gradient: no backward reached the parameters of this optimizer since the last fold()"
             )
         if all(pair.peek(p) is None for p in params):
-            self._backwards += self._weight
+            self._backwards[len(self._backwards)] = self._weight
         self._fold(params)
 
     @_eager
@@ -251,12 +252,11 @@ class InvariantAdam(Optimizer):
             if pair.is_armed(p):
                 return  # a mini-batch gradient, half of a pair whose square is still to come
             task = torch._C._current_graph_task_id()
-            if task != self._task:
-                self._task = task
-                # A reentrant checkpoint runs backwards of its own inside the user's.
+            if task not in self._backwards:
+                # A reentrant checkpoint runs backwards of its own inside the user's; they are no micro-batches.
                 nested = hooks.inside_backward()
+                self._backwards[task] = 0.0 if nested else self._weight
                 self._nested |= nested
-                self._backwards += 0.0 if nested else self._weight
         self._fold([p])
 
     def _fold(self, params: list[Tensor]) -> None:
@@ -286,10 +286,7 @@ class InvariantAdam(Optimizer):
         """Plan the part of `p` in the update whose first gradient has come."""
         checks.refuse_capture(p)
         group, state = self._group(p), self.state[p]
-        for key in (
-            "exp_avg",
-            "exp_avg_sq",
-        ):  # follow a model.to(...) that came after the optimizer was built
+        for key in ("exp_avg", "exp_avg_sq"):  # a model.to(...) may have come after the optimizer was built
             state[key] = state[key].to(p.device, self._moment_dtype(p))
         if state["debias1"] == 1.0:
             return folding.begin_free()
@@ -548,7 +545,7 @@ class InvariantAdam(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         if "_fold_in" in state:  # a copy or an unpickled optimizer, not load_state_dict
-            self._task = -1
+            self._hooked = set()
             self._group_index = {}
             self._update_hooks = OrderedDict()
             self._bind(take=True)
@@ -556,8 +553,8 @@ class InvariantAdam(Optimizer):
     def _reset_update(self) -> None:
         """Begin a new update, with nothing folded, expected or ragged."""
         self._open = {}
-        self._backwards, self._expected, self._weight = 0.0, None, 1.0
-        self._task, self._nested = -1, False
+        self._backwards = {}
+        self._expected, self._weight, self._nested = None, 1.0, False
 
     def _bind(self, take: bool = False) -> int:
         """Give state and a fold hook to each parameter that lacks one; return how many hooks were missing.
@@ -571,27 +568,25 @@ class InvariantAdam(Optimizer):
                 self._group_index[p] = index
                 state = self.state[p]
                 if not state:  # made eagerly: torch.distributed.checkpoint looks for it before the first step
-                    zeros = torch.zeros_like(
-                        p, dtype=self._moment_dtype(p), memory_format=torch.preserve_format
+                    m, v = (
+                        torch.zeros_like(p, dtype=self._moment_dtype(p), requires_grad=False) for _ in "mv"
                     )
-                    state |= {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": zeros,
-                        "exp_avg_sq": zeros.clone(memory_format=torch.preserve_format),
-                        **folding.fresh(),
-                    }
-                if self._fold_in != "backward" or not p.requires_grad:
+                    state |= {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v, **folding.fresh()}
+                if self._fold_in != "backward" or p in self._hooked or not p.requires_grad:
                     continue
-                owner = hooks.owner(p)
-                if owner is None or (take and owner is not self):
-                    missing += 1
-                    hooks.own(p, self)
-                elif owner is not self:
+                if not take and hooks.owner(p) is not None:
                     raise RuntimeError(
                         f"parameter {self._name(p)} now belongs to an InvariantAdam that was built later on the same "
                         'parameters and folds their gradients; drop one of the two, or build both with fold="call"'
                     )
+                missing += 1
+                self._hooked.add(p)
+                hooks.own(p, self)
         return missing
+
+    def on_taken(self, p: Tensor) -> None:
+        """Note that another optimizer folds the gradients of `p` from now on."""
+        self._hooked.discard(p)
 
     def _moment_dtype(self, p: Tensor) -> torch.dtype:
         return torch.promote_types(p.dtype, self._state_dtype)

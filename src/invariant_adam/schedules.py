@@ -1,0 +1,220 @@
+"""Schedules in samples, not steps: a learning rate and a weight average that do not move when the batch size does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from .optimizer import InvariantAdam
+
+# Nodes and weights of Gauss-Legendre quadrature on [-1, 1], exact for polynomials up to degree 15.
+_NODES = (0.1834346424956498, 0.5255324099163290, 0.7966664774136267, 0.9602898564975363)
+_WEIGHTS = (0.3626837833783620, 0.3137066458778873, 0.2223810344533745, 0.1012285362903763)
+
+
+class WarmupCosine:
+    """A linear warm-up and half a cosine, as a function of samples; made by `warmup_cosine`."""
+
+    def __init__(self, warmup: float, total: float, floor: float) -> None:
+        self.warmup, self.total, self.floor = warmup, total, floor
+
+    def __call__(self, samples: float) -> float:
+        """Return the factor on the learning rate after `samples` samples."""
+        if samples < self.warmup:
+            return samples / self.warmup
+        done = min(1.0, (samples - self.warmup) / (self.total - self.warmup))
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2
+
+    def integral(self, samples: float) -> float:
+        """Return the integral of the factor from 0 to `samples`, in closed form."""
+        rise = min(samples, self.warmup)
+        area = rise**2 / (2 * self.warmup) if self.warmup else 0.0
+        length = self.total - self.warmup
+        fall = min(max(samples - self.warmup, 0.0), length)
+        area += self.floor * fall
+        area += (1 - self.floor) / 2 * (fall + length / math.pi * math.sin(math.pi * fall / length))
+        return area + self.floor * max(samples - self.total, 0.0)
+
+
+def warmup_cosine(warmup: float, total: float, *, floor: float = 0.0) -> WarmupCosine:
+    """Return a schedule that rises linearly to 1 and falls along a cosine to `floor`.
+
+    Args:
+        warmup: samples of the rise; 0 for none.
+        total: samples after which the factor stays at `floor`.
+        floor: last factor, relative to the learning rate.
+
+    >>> schedule = warmup_cosine(warmup=1_000, total=11_000, floor=0.1)
+    >>> [round(schedule(s), 3) for s in (0, 500, 1_000, 6_000, 11_000, 20_000)]
+    [0.0, 0.5, 1.0, 0.55, 0.1, 0.1]
+    """
+    if not 0 <= warmup < total < math.inf:
+        raise ValueError(
+            f"warmup_cosine needs 0 <= warmup < total samples, got warmup={warmup}, total={total}"
+        )
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor is a factor on the learning rate in [0, 1], got {floor}")
+    return WarmupCosine(float(warmup), float(total), float(floor))
+
+
+def mean_factor(schedule: Callable[[float], float], start: float, stop: float) -> float:
+    """Return the mean of `schedule` over the samples from `start` to `stop`.
+
+    Exact where the schedule knows its `integral`; otherwise by quadrature, exact for polynomials up to degree 15 and
+    close where a smooth schedule bends within one update.
+
+    >>> round(mean_factor(lambda s: s**2, 0, 3), 12)
+    3.0
+    """
+    if stop <= start:
+        return schedule(start)
+    integral = getattr(schedule, "integral", None)
+    if integral is not None:
+        return float((integral(stop) - integral(start)) / (stop - start))
+    middle, half = (start + stop) / 2, (stop - start) / 2
+    pairs = zip(_NODES, _WEIGHTS, strict=True)
+    return sum(w * (schedule(middle - half * x) + schedule(middle + half * x)) for x, w in pairs) / 2
+
+
+class SampleLambdaLR(LRScheduler):
+    """Set each group's learning rate to its initial one times a function of the samples seen.
+
+    An update that consumes the samples from s to s + B gets the mean of the schedule over them, so the sum of the
+    learning rates over a stretch of samples is the same at every batch size:
+
+        η_update = η · 1/B ∫_s^{s+B} schedule(x) dx
+
+    The optimizer asks for it inside its own `step()`, where κ is known. `scheduler.step()` is not needed; a trainer
+    that calls it does no harm.
+
+    Args:
+        optimizer: an `InvariantAdam` that was given `micro_batch_size`, else there are no samples to count.
+        lr_lambda: samples -> factor, such as `warmup_cosine(...)`; or one for each parameter group.
+
+    >>> opt = InvariantAdam(torch.nn.Linear(2, 1).parameters(), lr=1.0, micro_batch_size=10)
+    >>> scheduler = SampleLambdaLR(opt, lambda samples: samples / 100)
+    >>> opt.param_groups[0]["params"][0].sum().backward()
+    >>> opt.step()  # samples 0 to 10
+    >>> scheduler.get_last_lr()
+    [0.05]
+    """
+
+    def __init__(
+        self,
+        optimizer: InvariantAdam,
+        lr_lambda: Callable[[float], float] | Sequence[Callable[[float], float]],
+    ) -> None:
+        if not isinstance(optimizer, InvariantAdam):
+            raise TypeError(
+                f"SampleLambdaLR needs an InvariantAdam, which counts samples, got {type(optimizer).__name__}; use "
+                "torch's LambdaLR for optimizers that count steps"
+            )
+        if optimizer.micro_batch_size is None:
+            raise ValueError(
+                "SampleLambdaLR counts samples, and this InvariantAdam does not know them; give it micro_batch_size"
+            )
+        groups = len(optimizer.param_groups)
+        self.lr_lambdas = list(lr_lambda) if isinstance(lr_lambda, Sequence) else [lr_lambda] * groups
+        if len(self.lr_lambdas) != groups:
+            raise ValueError(
+                f"lr_lambda has {len(self.lr_lambdas)} schedules for {groups} parameter groups; give one, or one each"
+            )
+        self._span = (optimizer.samples_seen, optimizer.samples_seen)
+        optimizer.register_update_hook(self._on_update)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rates of the update at hand, the last one between updates."""
+        bases = zip(self.base_lrs, self.lr_lambdas, strict=True)
+        return [float(base) * mean_factor(schedule, *self._span) for base, schedule in bases]
+
+    def _on_update(self, optimizer: InvariantAdam, start: int, stop: int) -> None:
+        self._span = (start, stop)
+        self._apply()
+
+    def step(self, epoch: int | None = None) -> None:
+        """Do nothing: the optimizer's own `step()` has moved the schedule already."""
+        self._apply()
+
+    def _apply(self) -> None:
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands. The functions themselves are code, and are not saved."""
+        return {"base_lrs": [float(lr) for lr in self.base_lrs], "span": list(self._span)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another run stopped; its schedule functions are given anew."""
+        if len(state_dict["base_lrs"]) != len(self.base_lrs):
+            raise ValueError(
+                f"the schedule was saved for {len(state_dict['base_lrs'])} parameter groups, this one has "
+                f"{len(self.base_lrs)}; build the optimizer with the same groups"
+            )
+        self.base_lrs = list(state_dict["base_lrs"])
+        start, stop = state_dict["span"]
+        self._span = (start, stop)
+        self._apply()
+
+
+class InvariantEMA(AveragedModel):
+    """An exponential moving average of the weights whose half-life is in samples.
+
+    `decay` is what the average keeps per tuned batch; an update of ρ tuned batches keeps decay^ρ, so the average at a
+    given sample is the same at every batch size. Call `update_parameters(model)` after `optimizer.step()`: each call
+    accounts for all samples since the one before.
+
+    Args:
+        model: the model to average.
+        optimizer: the `InvariantAdam` that trains it.
+        decay: share of the average that is kept per `tuned_batch_size` samples, in [0, 1).
+        use_buffers: average the buffers too (running statistics); otherwise they are copied.
+
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> opt = InvariantAdam(model.parameters(), micro_batch_size=4)
+    >>> ema = InvariantEMA(model, opt, decay=0.5)
+    >>> ema.update_parameters(model)  # the first call copies
+    >>> for _ in range(2):
+    ...     model.weight.sum().backward()
+    >>> opt.step()
+    >>> _ = torch.nn.init.constant_(model.weight, 8.0)
+    >>> _ = torch.nn.init.constant_(ema.module.weight, 0.0)
+    >>> ema.update_parameters(model)  # two tuned batches: the average keeps 0.5² of itself
+    >>> ema.module.weight.tolist()
+    [[6.0, 6.0]]
+    """
+
+    samples: Tensor
+
+    def __init__(
+        self, model: nn.Module, optimizer: InvariantAdam, decay: float = 0.999, *, use_buffers: bool = False
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be in [0, 1), got {decay}")
+        super().__init__(model, multi_avg_fn=self._average, use_buffers=use_buffers)
+        self.register_buffer("samples", torch.tensor(optimizer.samples_seen, dtype=torch.int64))
+        self.decay = decay
+        self._optimizer = optimizer
+        self._keep = decay
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Average in the weights of `model`, by the samples seen since the last call."""
+        seen = self._optimizer.samples_seen
+        tuned = self._optimizer.tuned_batch_size or self._optimizer.micro_batch_size or 1
+        self._keep = self.decay ** ((seen - int(self.samples)) / tuned)
+        self.samples.fill_(seen)
+        super().update_parameters(model)
+
+    @torch.no_grad()
+    def _average(self, averages: Any, weights: Any, _: Any) -> None:
+        torch._foreach_lerp_(list(averages), list(weights), 1 - self._keep)
