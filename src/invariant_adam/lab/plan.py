@@ -79,7 +79,7 @@ def plan(
     >>> p.kappa, p.rho, round(p.scaled.lr, 12)
     (128, 8.0, 0.0024)
     >>> [round(h.samples, 2) for h in p.half_lives["m"]]  # the exponential rule keeps memory in samples
-    [3368.24, 3368.24]
+    [3368.35, 3368.35]
     """
     for name, value in (("--from", tuned_batch), ("--to", batch), ("--micro-batch", micro_batch)):
         if value < 1:
