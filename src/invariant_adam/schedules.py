@@ -101,7 +101,7 @@ class SampleLambdaLR(LRScheduler):
     >>> scheduler = SampleLambdaLR(opt, lambda samples: samples / 100)
     >>> opt.param_groups[0]["params"][0].sum().backward()
     >>> opt.step()  # samples 0 to 10
-    >>> scheduler.get_last_lr()
+    >>> [round(lr, 12) for lr in scheduler.get_last_lr()]
     [0.05]
     """
 

@@ -19,8 +19,9 @@ _PART = 1 << 24
 def guard(grads: list[Tensor], squares: list[Tensor] | None, count: Tensor) -> None:
     """Set to zero in place, and count, the elements that would leave a moment non-finite.
 
-    These are infinities, NaNs, and values whose square overflows. On the CPU one norm per tensor finds the usual
-    case, where there is nothing to do; elsewhere looking at it would stop the host, so no branch is taken.
+    These are NaNs, infinities, and values so large that sums of their squares would overflow. On the CPU one norm per
+    tensor finds the usual case, where there is nothing to do; elsewhere looking at it would stop the host, so no branch
+    is taken.
 
     >>> g, count = torch.tensor([1.0, math.nan, 1e30]), torch.tensor(0)
     >>> guard([g], None, count)
@@ -28,13 +29,14 @@ def guard(grads: list[Tensor], squares: list[Tensor] | None, count: Tensor) -> N
     ([1.0, 0.0, 0.0], 2)
     """
     for i, g in enumerate(grads):
-        wide = torch.promote_types(g.dtype, torch.float32)
         square = None if squares is None else squares[i]
+        wide = torch.promote_types(g.dtype, torch.float32)
+        limit = math.sqrt(torch.finfo(wide).max) / 1024  # 1.8e16 in float32
         if g.device.type == "cpu":
-            norm = torch.linalg.vector_norm(g, dtype=wide).item()
-            if math.isfinite(norm if square is None else norm + square.sum().item()):
+            fine = torch.linalg.vector_norm(g, dtype=wide).item() < limit
+            if fine and (square is None or math.isfinite(square.sum().item())):
                 continue
-        bad = g.to(wide).square().isfinite().logical_not_()
+        bad = (g.abs() < limit).logical_not_()  # NaN is not below anything
         if square is not None:
             bad |= square.isfinite().logical_not_()
             square.masked_fill_(bad, 0.0)

@@ -1,0 +1,103 @@
+"""The passes over memory: values, dtypes, and what never reaches a moment."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invariant_adam.kernels import adam
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(), (1,), (3, 5), (2, 3, 4, 4), (0,)]
+
+
+def tensors(dtype, device, seed, positive=False):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(s, generator=generator).to(device, dtype) for s in SHAPES]
+    made[3] = made[3].contiguous(memory_format=torch.channels_last)
+    return [x.abs() for x in made] if positive else made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("squares", [False, True])
+def test_fold(dtype, squares, device):
+    wide = torch.promote_types(dtype, torch.float32)
+    g, m, v = tensors(dtype, device, 0), tensors(wide, device, 1), tensors(wide, device, 2, positive=True)
+    sq = tensors(wide, device, 3, positive=True) if squares else None
+    keep, gain = (0.9, 0.99), (-0.1, 0.02)
+    expected = [
+        (
+            keep[0] * b + gain[0] * a.to(wide),
+            keep[1] * c + gain[1] * (a.to(wide).square() if d is None else d),
+        )
+        for a, b, c, d in zip(g, m, v, sq or [None] * len(g), strict=True)
+    ]
+    adam.fold(g, sq, m, v, keep=keep, gain=gain)
+    for (em, ev), fm, fv in zip(expected, m, v, strict=True):
+        torch.testing.assert_close(fm, em)
+        torch.testing.assert_close(fv, ev)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_step(dtype, device):
+    wide = torch.promote_types(dtype, torch.float32)
+    w, m, v = tensors(dtype, device, 0), tensors(wide, device, 1), tensors(wide, device, 2, positive=True)
+    expected = [
+        (0.5 * a.to(wide) - 0.25 * b / (c.sqrt() + 0.1)).to(dtype) for a, b, c in zip(w, m, v, strict=True)
+    ]
+    before = [x.clone() for x in (*m, *v)]
+    adam.step(w, m, v, size=0.25, eps=0.1, keep=0.5)
+    torch.testing.assert_close(w, expected)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*m, *v), strict=True))
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -2.0, math.nan, math.inf, -math.inf, 1e30, -1e25, 1e10]), max_size=12)
+)
+def test_guard_leaves_out_just_what_would_poison_a_moment(values):
+    g, count = torch.tensor(values), torch.tensor(0)
+    adam.guard([g], None, count)
+    good = [math.isfinite(x) and abs(x) < 1.8e16 for x in values]
+    assert g.tolist() == [x if ok else 0.0 for x, ok in zip(values, good, strict=True)]
+    assert count.item() == len(values) - sum(good)
+
+
+def test_guard_of_a_pair_leaves_out_both(device):
+    g = torch.tensor([1.0, math.nan, 3.0], device=device)
+    sq = torch.tensor([math.inf, 1.0, 9.0], device=device)
+    count = torch.tensor(0, device=device)
+    adam.guard([g], [sq], count)
+    assert (g.tolist(), sq.tolist(), count.item()) == ([0.0, 0.0, 3.0], [0.0, 0.0, 9.0], 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_guard_on_any_device_and_dtype(dtype, device):
+    g = torch.tensor([1.0, math.inf, math.nan, -1.0], device=device, dtype=dtype)
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    adam.guard([g], None, count)
+    assert (g.tolist(), count.item()) == ([1.0, 0.0, 0.0, -1.0], 2)
+
+
+def test_clip_matches_torch(device):
+    ours = [torch.randn(4, 3, device=device), torch.randn(7, device=device)]
+    params = [torch.nn.Parameter(torch.zeros_like(g)) for g in ours]
+    for p, g in zip(params, ours, strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(params, 0.3)
+    adam.clip(ours, 0.3)
+    torch.testing.assert_close(ours, [p.grad for p in params])
+    small = [g * 0.01 for g in ours]
+    before = [g.clone() for g in small]
+    adam.clip(small, 100.0)
+    torch.testing.assert_close(small, before, rtol=0, atol=0)
+
+
+def test_parts_cover_a_list_once():
+    for sizes in ([0, 0], [5], [1 << 24, 3, 1 << 25, 0], []):
+        fakes = [torch.empty(n, device="meta") for n in sizes]
+        parts = list(adam._parts(fakes)) if fakes else []
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(len(sizes)))
