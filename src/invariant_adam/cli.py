@@ -52,6 +52,13 @@ class Algorithm(str, enum.Enum):
     standard = "standard"
 
 
+class StandardRule(str, enum.Enum):
+    """What `demo` does to standard Adam's learning rate."""
+
+    square_root = "square_root"
+    linear = "linear"
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         stdout.print(f"invariant-adam {__version__}")
@@ -188,6 +195,9 @@ def demo(
     lr: Annotated[float, typer.Option(help="Learning rate at the smallest batch size.")] = 2e-4,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the samples.")] = 0,
+    standard_rule: Annotated[
+        StandardRule, typer.Option(help="How standard Adam's learning rate grows: with √B, or with B.")
+    ] = StandardRule.square_root,
     out: Annotated[Path, typer.Option(help="Folder for the figure, the page and the finished runs.")] = Path(
         "runs/demo"
     ),
@@ -205,11 +215,11 @@ def demo(
     except ValueError:
         _fail(f"--batch-sizes must be whole numbers with commas between them, got {batch_sizes!r}")
     from .lab import report
-    from .lab.demo import Diverged, Settings, check
+    from .lab.demo import DivergedError, Settings, check
     from .lab.demo import demo as train_all
 
     try:
-        settings = check(Settings(sizes, lr, epochs, seed))
+        settings = check(Settings(sizes, lr, epochs, seed, standard_rule.value))
     except ValueError as error:
         _fail(error)
     bars = _Bars(stderr, runs=2 * len(settings.batch_sizes))
@@ -222,7 +232,7 @@ def demo(
             f"\nStopped. {bars.done} of {bars.runs} runs are kept; the same command resumes with the rest."
         )
         raise typer.Exit(130) from None
-    except Diverged as error:
+    except DivergedError as error:
         _fail(error)
     except OSError as error:
         _fail(f"cannot write to --out {out}: {error}; choose another folder")
@@ -267,6 +277,8 @@ class _Bars:
 
 
 def _print_demo(result: dict[str, Any]) -> None:
+    from .lab.report import verdict
+
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("optimizer")
     for name in ("B", "lr", "training loss", "held-out accuracy"):
@@ -284,8 +296,7 @@ def _print_demo(result: dict[str, Any]) -> None:
     stdout.print("Spread over batch sizes (mean over epochs of max − min of the log training loss):")
     for name, value in result["spread"].items():
         stdout.print(f"  {name + ' Adam':<15} {value:.5f}")
-    if result["ratio"] is not None:
-        stdout.print(f"[bold]Invariant Adam's is {result['ratio']:.1f} times smaller.[/bold]")
+    stdout.print(f"[bold]Invariant Adam's is {verdict(result)}.[/bold]")
 
 
 def _print_plan(p: Plan) -> None:

@@ -1,6 +1,6 @@
 """Same samples, same trajectory: a small CNN trained at several batch sizes with two optimizers.
 
-Invariant Adam (learning rate ∝ B) beside standard Adam (learning rate ∝ √B, its usual rule), from the same weights, on
+Invariant Adam (learning rate ∝ B) beside standard Adam (learning rate ∝ √B, or ∝ B if asked), from the same weights, on
 the same samples in the same order. Both are tuned at the smallest batch size, which is also the micro-batch. There one
 update is one micro-batch, so that the two optimizers are the same algorithm and share one curve; what follows is only
 what each makes of a larger batch.
@@ -31,7 +31,7 @@ from . import record
 OPTIMIZERS = ("standard", "invariant")
 TRAIN = 1536  # images; the other 261 are held out
 BETAS_AT_LARGEST = (0.9, 0.999)  # as in the paper: γ ∝ B, with the usual betas at the largest batch size
-RULES = {"standard": "square_root", "invariant": "exponential"}
+STANDARD_RULES = ("square_root", "linear")  # what users of standard Adam do to its learning rate
 
 
 class Settings(NamedTuple):
@@ -41,6 +41,7 @@ class Settings(NamedTuple):
     lr: float = 2e-4  # per update at the smallest batch size
     epochs: int = 20
     seed: int = 0
+    standard_rule: str = "square_root"
 
     @property
     def micro_batch(self) -> int:
@@ -62,9 +63,14 @@ class Settings(NamedTuple):
         ).betas
         return Hyperparameters(self.lr, betas, 0.0)
 
+    @property
+    def rules(self) -> dict[str, str]:
+        """How each optimizer scales its hyperparameters with the batch size."""
+        return {"standard": self.standard_rule, "invariant": "exponential"}
+
     def at(self, optimizer: str, batch: int) -> Hyperparameters:
         """Return the hyperparameters that one update of `batch` samples uses."""
-        return scale(*self.tuned, from_batch=self.micro_batch, to_batch=batch, rule=RULES[optimizer])
+        return scale(*self.tuned, from_batch=self.micro_batch, to_batch=batch, rule=self.rules[optimizer])
 
 
 class Run(NamedTuple):
@@ -77,7 +83,7 @@ class Run(NamedTuple):
     seconds: float
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """A run whose loss is no longer a number to compare."""
 
 
@@ -106,6 +112,10 @@ def check(settings: Settings) -> Settings:
         raise ValueError(f"--lr must be a finite number above 0, got {settings.lr}")
     if settings.epochs < 1:
         raise ValueError(f"--epochs must be at least 1, got {settings.epochs}")
+    if settings.standard_rule not in STANDARD_RULES:
+        raise ValueError(
+            f"--standard-rule must be one of {', '.join(STANDARD_RULES)}, got {settings.standard_rule!r}"
+        )
     if settings.seed < 0:
         raise ValueError(f"--seed must be at least 0, got {settings.seed}")
     return settings._replace(batch_sizes=sizes)
@@ -169,7 +179,7 @@ def train(
             tuned.betas,
             micro_batch_size=settings.micro_batch,
             tuned_batch_size=settings.micro_batch,
-            rule=RULES[optimizer],
+            rule=settings.rules[optimizer],
         )
         piece = settings.micro_batch
     else:
@@ -189,7 +199,7 @@ def train(
         with torch.no_grad():
             losses.append(F.cross_entropy(model(data.x), data.y).item())
         if not 0 < losses[-1] < math.inf:  # its logarithm is what the spread is made of
-            raise Diverged(
+            raise DivergedError(
                 f"{optimizer} Adam at batch size {batch} reached a training loss of {losses[-1]} in epoch {epoch + 1}: "
                 f"--lr {settings.lr:g} is too large; use a smaller one"
             )
@@ -266,7 +276,7 @@ def summarise(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
             "tuned_at": settings.micro_batch,
             "tuned_betas": settings.tuned.betas,
             "samples_per_epoch": settings.samples_per_epoch,
-            "rules": RULES,
+            "rules": settings.rules,
         },
         "spread": spreads,
         "ratio": spreads["standard"] / spreads["invariant"] if spreads["invariant"] else None,
@@ -291,7 +301,7 @@ def _path(settings: Settings, job: tuple[str, int], out: Path) -> Path:
         "samples_per_epoch": settings.samples_per_epoch,
         "epochs": settings.epochs,
         "seed": settings.seed,
-        "rule": RULES[optimizer],
+        "rule": settings.rules[optimizer],
         "versions": (origin["invariant_adam"], origin["torch"]),
     }
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:12]

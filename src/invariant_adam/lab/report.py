@@ -14,7 +14,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from . import record
 
-TITLES = {"standard": "Standard Adam, learning rate ∝ √B", "invariant": "Invariant Adam, learning rate ∝ B"}
+PANELS = ("standard", "invariant")
+LAWS = {"square_root": "√B", "linear": "B", "exponential": "B"}  # what the learning rate goes with
 INK, FAINT = "#1d2330", "#8a90a0"
 
 
@@ -40,7 +41,7 @@ def draw(result: dict[str, Any]) -> Figure:
     with matplotlib.rc_context({"font.size": 11, "text.color": INK, "axes.labelcolor": INK}):
         figure = Figure(figsize=(10, 4.6), layout="constrained")
         axes = figure.subplots(1, 2, sharex=True, sharey=True)
-        for ax, (optimizer, title) in zip(axes, TITLES.items(), strict=True):
+        for ax, optimizer in zip(axes, PANELS, strict=True):
             for run in result["runs"]:
                 if run["optimizer"] == optimizer:
                     size = run["batch_size"]
@@ -54,6 +55,8 @@ def draw(result: dict[str, Any]) -> Figure:
                         marker="o" if len(run["losses"]) == 1 else None,
                         label=f"{size:,}",
                     )
+            law = LAWS[result["settings"]["rules"][optimizer]]
+            title = f"{optimizer.capitalize()} Adam, learning rate ∝ {law}"
             ax.set_title(title, loc="left", fontweight="bold", fontsize=12.5, pad=22)
             ax.text(0, 1.03, f"spread {result['spread'][optimizer]:.3g}", transform=ax.transAxes, color=FAINT)
             ax.set_yscale("log")
@@ -84,7 +87,6 @@ def render(figure: Figure, form: str) -> bytes:
 def page(result: dict[str, Any], svg: str) -> str:
     """Return the page: the figure, the table, what it shows and with which settings; nothing is fetched."""
     s, spreads = result["settings"], result["spread"]
-    factor = f"{result['ratio']:.3g} times smaller" if result["ratio"] else "nil"
     largest, smallest = max(s["batch_sizes"]), min(s["batch_sizes"])
     rows = "\n".join(
         f"<tr><td>{run['optimizer']}</td><td>{run['batch_size']:,}</td>"
@@ -106,14 +108,27 @@ def page(result: dict[str, Any], svg: str) -> str:
     )
     return PAGE.format(
         figure=_inline(svg),
-        factor=factor,
+        verdict=verdict(result),
         invariant=f"{spreads['invariant']:.3g}",
         standard=f"{spreads['standard']:.3g}",
         smallest=smallest,
         largest=largest,
+        law=LAWS[s["rules"]["standard"]],
         rows=rows,
         settings=listed,
     )
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Say in a few words how the two spreads compare, whichever way it came out.
+
+    >>> verdict({"ratio": 86.13}), verdict({"ratio": 0.5}), verdict({"ratio": None})
+    ('86.1 times smaller', '2 times larger', 'nil')
+    """
+    ratio = result["ratio"]
+    if ratio is None:
+        return "nil"
+    return f"{ratio:.3g} times smaller" if ratio >= 1 else f"{1 / ratio:.3g} times larger"
 
 
 def _inline(svg: str) -> str:
@@ -154,8 +169,8 @@ dd {{ margin: 0; }}
 <main>
 <h1>Same samples, same trajectory</h1>
 <p>A small convolutional network learns 8×8 handwritten digits at batch sizes {smallest} to {largest}. With
-standard Adam and its square-root rule the runs drift apart; with invariant Adam they stay together. The
-spread over batch sizes is <strong>{invariant}</strong> against {standard}: <strong>{factor}</strong>.</p>
+standard Adam and a learning rate ∝ {law} the runs of different batch sizes spread by {standard}; with invariant
+Adam by <strong>{invariant}</strong>: <strong>{verdict}</strong>.</p>
 <figure>
 {figure}
 </figure>
