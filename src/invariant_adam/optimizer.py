@@ -11,8 +11,9 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -28,6 +29,8 @@ from .scaling import RULES, check_decay, check_hyperparameters, check_rho, find_
 F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
 _eager: Callable[[F], F] = torch.compiler.disable
+
+_COUNTERS = itemgetter(*folding.fresh())
 
 UpdateHook = Callable[["InvariantAdam", int, int], None]
 
@@ -125,6 +128,7 @@ class InvariantAdam(Optimizer):
         # The update that is open: what is folded into it; the weight of each micro-batch, by the autograd task or the
         # fold() call that brought it; κ as declared; n/M of the micro-batch at hand; a backward inside a backward.
         self._open: dict[Tensor, folding.Part]
+        self._begun: dict[Any, folding.Part]
         self._backwards: dict[int, float]
         self._expected: float | None
         self._weight: float
@@ -286,12 +290,18 @@ class InvariantAdam(Optimizer):
         """Plan the part of `p` in the update whose first gradient has come."""
         checks.refuse_capture(p)
         group, state = self._group(p), self.state[p]
-        for key in ("exp_avg", "exp_avg_sq"):  # a model.to(...) may have come after the optimizer was built
-            state[key] = state[key].to(p.device, self._moment_dtype(p))
+        for name in ("exp_avg", "exp_avg_sq"):  # a model.to(...) may have come after the optimizer was built
+            state[name] = state[name].to(p.device, self._moment_dtype(p))
         if state["debias1"] == 1.0:
             return folding.begin_free()
-        kappa = self._expected or state["kappa"] or self._tuned / self._size
-        return folding.begin(state, self._betas(group, kappa), kappa)
+        key = (self._group_index[p], *_COUNTERS(state))
+        part = self._begun.get(
+            key
+        )  # nearly all parameters have one history, so its scalars are computed once
+        if part is None:
+            kappa = self._expected or state["kappa"] or self._tuned / self._size
+            part = self._begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
+        return replace(part)
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
@@ -353,24 +363,22 @@ class InvariantAdam(Optimizer):
         stop = start + round(self.kappa * self._size)
         for hook in self._update_hooks.values():
             hook(self, start, stop)
-        plans = [self._plan(p, part) for p, part in self._open.items()]  # refuses before anything changes
+        moves = self._plan()  # refuses before anything changes
         if self._on_nonfinite == "raise" or all(device.type == "cpu" for device in self._skipped):
             self._report_nonfinite()  # on an accelerator it would stop the host: told when the state is saved
-        buckets: dict[Any, list[_Plan]] = defaultdict(list)
-        for plan in plans:
-            self.state[plan.p].update(plan.counters)
-            buckets[plan.size, plan.eps, plan.keep, plan.p.device, plan.p.dtype].append(plan)
-        for (size, eps, keep, *_), bucket in buckets.items():
-            states = [self.state[x.p] for x in bucket]
+        for move in moves:
+            states = [self.state[p] for p in move.params]
+            for state in states:
+                state.update(move.counters)
             kernels.step(
-                [x.p for x in bucket],
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
-                size=size,
-                eps=eps,
-                keep=keep,
+                move.params,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                size=move.size,
+                eps=move.eps,
+                keep=move.keep,
             )
-        torch._foreach_add_([self.state[x.p]["step"] for x in plans], 1.0)
+            torch._foreach_add_([state["step"] for state in states], 1.0)
         for group in self.param_groups:
             group["samples_seen"] = stop
         self._reset_update()
@@ -423,19 +431,36 @@ class InvariantAdam(Optimizer):
             'InvariantAdam(fold="call") and opt.fold()'
         )
 
-    def _plan(self, p: Tensor, part: folding.Part) -> _Plan:
-        """Turn a parameter's folds into the scalars of its step and its new counters."""
-        group, state, kappa = self._group(p), self.state[p], part.kappa
-        lr, decay = checks.as_float(group["lr"]), group["weight_decay"]
-        check_hyperparameters(lr, group["betas"], group["eps"], decay)
-        new = folding.close(state, part, self._betas(group, kappa) if part.a is None else group["betas"])
-        x, y = folding.debias(new)
-        rule, rho = RULES[group["rule"]], kappa * self._size / self._tuned
-        keep = 1.0
-        if decay and group["decoupled_weight_decay"]:
-            check_decay(lr, decay)
-            keep -= rule.decay(lr * decay, rho)
-        return _Plan(p, size=lr * rule.lr(rho) * y / x, eps=group["eps"] * y, keep=keep, counters=new)
+    def _plan(self) -> list[_Move]:
+        """Turn what is folded into the scalars of the step, once for all parameters that share a history."""
+        alike: dict[Any, list[Tensor]] = defaultdict(list)
+        for p, part in self._open.items():
+            key = (
+                self._group_index[p],
+                part.kappa,
+                part.a,
+                part.b,
+                *_COUNTERS(self.state[p]),
+                p.device,
+                p.dtype,
+            )
+            alike[key].append(p)
+        moves = []
+        for (index, kappa, *_), params in alike.items():
+            group, state, part = self.param_groups[index], self.state[params[0]], self._open[params[0]]
+            lr, decay = checks.as_float(group["lr"]), group["weight_decay"]
+            check_hyperparameters(lr, group["betas"], group["eps"], decay)
+            counters = folding.close(
+                state, part, self._betas(group, kappa) if part.a is None else group["betas"]
+            )
+            x, y = folding.debias(counters)
+            rule, rho = RULES[group["rule"]], kappa * self._size / self._tuned
+            keep = 1.0
+            if decay and group["decoupled_weight_decay"]:
+                check_decay(lr, decay)
+                keep -= rule.decay(lr * decay, rho)
+            moves.append(_Move(params, lr * rule.lr(rho) * y / x, group["eps"] * y, keep, counters))
+        return moves
 
     def _report_nonfinite(self) -> None:
         """Tell of the elements left out since the last report (waits for the device)."""
@@ -545,14 +570,14 @@ class InvariantAdam(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         if "_fold_in" in state:  # a copy or an unpickled optimizer, not load_state_dict
-            self._hooked = set()
-            self._group_index = {}
+            self._begun, self._hooked, self._group_index = {}, set(), {}
             self._update_hooks = OrderedDict()
             self._bind(take=True)
 
     def _reset_update(self) -> None:
         """Begin a new update, with nothing folded, expected or ragged."""
         self._open = {}
+        self._begun = {}
         self._backwards = {}
         self._expected, self._weight, self._nested = None, 1.0, False
 
@@ -643,10 +668,10 @@ class _Arrival:
     sign: float
 
 
-class _Plan(NamedTuple):
-    """What `step` does to one parameter: w ← keep·w − size·m/(√v+eps), and its new counters."""
+class _Move(NamedTuple):
+    """What `step` does to parameters that share a history: w ← keep·w − size·m/(√v+eps), and new counters."""
 
-    p: Tensor
+    params: list[Tensor]
     size: float
     eps: float
     keep: float
