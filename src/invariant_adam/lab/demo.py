@@ -292,7 +292,6 @@ def summarise(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
 def _path(settings: Settings, job: tuple[str, int], out: Path) -> Path:
     """The file of one run. Its name holds a hash of all that the run depends on: other settings, another file."""
     optimizer, batch = job
-    origin = record.provenance()
     depends = {
         "optimizer": optimizer,
         "batch": batch,
@@ -302,7 +301,8 @@ def _path(settings: Settings, job: tuple[str, int], out: Path) -> Path:
         "epochs": settings.epochs,
         "seed": settings.seed,
         "rule": settings.rules[optimizer],
-        "versions": (origin["invariant_adam"], origin["torch"]),
+        "code": record.source_digest(),
+        "torch": str(torch.__version__),
     }
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:12]
     return out / "runs" / f"{optimizer}-{batch}-{key}.json"
