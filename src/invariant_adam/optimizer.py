@@ -294,10 +294,9 @@ class InvariantAdam(Optimizer):
             state[name] = state[name].to(p.device, self._moment_dtype(p))
         if state["debias1"] == 1.0:
             return folding.begin_free()
-        key = (self._group_index[p], *_COUNTERS(state))
-        part = self._begun.get(
-            key
-        )  # nearly all parameters have one history, so its scalars are computed once
+        # Nearly all parameters have one history, so the scalars are computed once.
+        history = (self._group_index[p], *_COUNTERS(state))
+        part = self._begun.get(history)
         if part is None:
             kappa = self._expected or state["kappa"] or self._tuned / self._size
             part = self._begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
