@@ -1,0 +1,52 @@
+# Every target does its own set-up: a virtual environment with pinned versions, made once and again when they change.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Small nets and two test processes: more threads only wait for each other.
+THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format verify clean
+.DELETE_ON_ERROR:
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/lab ## Train at five batch sizes with both optimizers; figure and page in runs/demo
+	$(BIN)/invariant-adam demo
+
+verify: $(VENV)/lab ## Check the paper's theorems numerically
+	$(BIN)/invariant-adam verify
+
+test: $(VENV)/dev ## Run the tests, without the slow ones and those that need a GPU
+	$(THREADS) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+test-slow: $(VENV)/dev ## Run the slow tests
+	$(THREADS) $(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: $(VENV)/dev ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment and everything that was built, but not runs/
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# torch goes first and alone: with its version pinned exactly, pip takes the build that is on hand and nothing larger.
+$(VENV)/torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, e.g.: make PYTHON=python3.12")'
+	@echo "Setting up $(VENV) (once)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install -c constraints.txt hatchling editables
+	@touch $@
+
+$(VENV)/lab $(VENV)/dev: $(VENV)/%: $(VENV)/torch pyproject.toml
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
+	@touch $@
