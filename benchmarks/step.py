@@ -108,7 +108,9 @@ def measure(make, kappas, device, repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=15, help="timed updates per cell; the median counts")
     parser.add_argument("--kappas", type=int, nargs="+", default=[1, 4, 16])
@@ -119,7 +121,9 @@ def main():
         "benchmark": "fold+step against torch.optim.AdamW(fused=True) with accumulation",
         "parameters": TENSORS * SIDE**2,
         "tensors": TENSORS,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if args.device == "cuda"
+        else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_figures_of_the_theory_page_are_those_of_the_results():
-    script = ROOT / "benchmarks" / "theory_tables.py"
+def test_the_figures_of_the_pages_are_those_of_the_results():
+    script = ROOT / "benchmarks" / "pages.py"
     result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
