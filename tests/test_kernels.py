@@ -9,7 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invariant_adam.kernels import adam
+from invariant_adam.kernels import adam_torch
+
+try:
+    from invariant_adam.kernels import adam_triton
+except ImportError:
+    adam_triton = None
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(), (1,), (3, 5), (2, 3, 4, 4), (0,)]
@@ -22,12 +27,31 @@ def tensors(dtype, device, seed, positive=False):
     return [x.abs() for x in made] if positive else made
 
 
+# The plain-torch code, and the Triton code: on the GPU, or interpreted on the CPU where there is none.
+TWINS = [
+    pytest.param(adam_torch, "cpu", id="torch-cpu"),
+    pytest.param(adam_torch, "cuda", id="torch-cuda", marks=pytest.mark.gpu),
+]
+if adam_triton is not None and torch.cuda.is_available():
+    TWINS.append(pytest.param(adam_triton, "cuda", id="triton-cuda", marks=pytest.mark.gpu))
+elif adam_triton is not None:
+    TWINS.append(pytest.param(adam_triton, "cpu", id="triton-interpreted"))
+
+
+@pytest.mark.parametrize(("kernels", "device"), TWINS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("squares", [False, True])
-def test_fold(dtype, squares, device):
+@pytest.mark.parametrize("one", [False, True])
+def test_fold(kernels, device, dtype, squares, one):
     wide = torch.promote_types(dtype, torch.float32)
-    g, m, v = tensors(dtype, device, 0), tensors(wide, device, 1), tensors(wide, device, 2, positive=True)
-    sq = tensors(wide, device, 3, positive=True) if squares else None
+    lists = [tensors(dtype, device, 0), tensors(wide, device, 1), tensors(wide, device, 2, positive=True)]
+    lists.append(tensors(wide, device, 3, positive=True))
+    g, m, v, sq = ([x[3]] for x in lists) if one else lists
+    if not squares:
+        sq = None
+    if kernels is adam_triton and dtype == torch.float64:
+        assert not adam_triton.serves(g, m, v)
+        return
     keep, gain = (0.9, 0.99), (-0.1, 0.02)
     expected = [
         (
@@ -36,23 +60,46 @@ def test_fold(dtype, squares, device):
         )
         for a, b, c, d in zip(g, m, v, sq or [None] * len(g), strict=True)
     ]
-    adam.fold(g, sq, m, v, keep=keep, gain=gain)
+    for i, a in enumerate(
+        g
+    ):  # one element of each 4-d tensor is infinite: left out of both moments, and counted
+        if a.dim() == 4:
+            at = (1, 2, 3, 0)
+            a[at] = math.inf
+            expected[i][0][at], expected[i][1][at] = keep[0] * m[i][at], keep[1] * v[i][at]
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    kernels.fold(g, sq, m, v, keep=keep, gain=gain, count=count)
+    assert count.item() == 1
     for (em, ev), fm, fv in zip(expected, m, v, strict=True):
         torch.testing.assert_close(fm, em)
         torch.testing.assert_close(fv, ev)
 
 
+@pytest.mark.parametrize(("kernels", "device"), TWINS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_step(dtype, device):
+def test_step(kernels, device, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     w, m, v = tensors(dtype, device, 0), tensors(wide, device, 1), tensors(wide, device, 2, positive=True)
+    if kernels is adam_triton and dtype == torch.float64:
+        assert not adam_triton.serves(w, m, v)
+        return
     expected = [
         (0.5 * a.to(wide) - 0.25 * b / (c.sqrt() + 0.1)).to(dtype) for a, b, c in zip(w, m, v, strict=True)
     ]
     before = [x.clone() for x in (*m, *v)]
-    adam.step(w, m, v, size=0.25, eps=0.1, keep=0.5)
+    kernels.step(w, m, v, size=0.25, eps=0.1, keep=0.5)
     torch.testing.assert_close(w, expected)
     assert all(torch.equal(a, b) for a, b in zip(before, (*m, *v), strict=True))
+
+
+@pytest.mark.skipif(adam_triton is None, reason="Triton is not installed")
+def test_triton_leaves_odd_layouts_to_torch():
+    m = torch.zeros(4, 6)
+    assert adam_triton.serves([m], [m], [m])
+    assert not adam_triton.serves([m.t().contiguous().t()], [m], [m])  # other strides than the moments
+    assert not adam_triton.serves([m[:, ::2]], [m[:, ::2]], [m[:, ::2]])  # holes
+    assert not adam_triton.serves([torch.zeros(25)[1:]], [torch.zeros(24)], [torch.zeros(24)])  # misaligned
+    assert not adam_triton.serves([m.double()], [m.double()], [m.double()])
 
 
 @given(
@@ -60,7 +107,7 @@ def test_step(dtype, device):
 )
 def test_guard_leaves_out_just_what_would_poison_a_moment(values):
     g, count = torch.tensor(values), torch.tensor(0)
-    adam.guard([g], None, count)
+    adam_torch.guard([g], None, count)
     good = [math.isfinite(x) and abs(x) < 1.8e16 for x in values]
     assert g.tolist() == [x if ok else 0.0 for x, ok in zip(values, good, strict=True)]
     assert count.item() == len(values) - sum(good)
@@ -70,7 +117,7 @@ def test_guard_of_a_pair_leaves_out_both(device):
     g = torch.tensor([1.0, math.nan, 3.0], device=device)
     sq = torch.tensor([math.inf, 1.0, 9.0], device=device)
     count = torch.tensor(0, device=device)
-    adam.guard([g], [sq], count)
+    adam_torch.guard([g], [sq], count)
     assert (g.tolist(), sq.tolist(), count.item()) == ([0.0, 0.0, 3.0], [0.0, 0.0, 9.0], 2)
 
 
@@ -78,7 +125,7 @@ def test_guard_of_a_pair_leaves_out_both(device):
 def test_guard_on_any_device_and_dtype(dtype, device):
     g = torch.tensor([1.0, math.inf, math.nan, -1.0], device=device, dtype=dtype)
     count = torch.zeros((), dtype=torch.int64, device=device)
-    adam.guard([g], None, count)
+    adam_torch.guard([g], None, count)
     assert (g.tolist(), count.item()) == ([1.0, 0.0, 0.0, -1.0], 2)
 
 
@@ -88,16 +135,16 @@ def test_clip_matches_torch(device):
     for p, g in zip(params, ours, strict=True):
         p.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(params, 0.3)
-    adam.clip(ours, 0.3)
+    adam_torch.clip(ours, 0.3)
     torch.testing.assert_close(ours, [p.grad for p in params])
     small = [g * 0.01 for g in ours]
     before = [g.clone() for g in small]
-    adam.clip(small, 100.0)
+    adam_torch.clip(small, 100.0)
     torch.testing.assert_close(small, before, rtol=0, atol=0)
 
 
 def test_parts_cover_a_list_once():
     for sizes in ([0, 0], [5], [1 << 24, 3, 1 << 25, 0], []):
         fakes = [torch.empty(n, device="meta") for n in sizes]
-        parts = list(adam._parts(fakes)) if fakes else []
+        parts = list(adam_torch._parts(fakes)) if fakes else []
         assert [i for part in parts for i in range(part.start, part.stop)] == list(range(len(sizes)))

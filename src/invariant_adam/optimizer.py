@@ -270,6 +270,11 @@ class InvariantAdam(Optimizer):
 
     def _fold(self, params: list[Tensor]) -> None:
         """Fold the gradients or pairs on `params`, one micro-batch's or mini-batch's, and take them off."""
+        if self.max_micro_norm is not None and any(pair.peek(p) is not None for p in params):
+            raise RuntimeError(
+                f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
+                "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
+            )
         parts = [self._open.get(p) or self._begin(p) for p in params]  # refuses before anything changes
         arrivals = [self._take(p) for p in params]
         self._condition(params, arrivals)
@@ -289,6 +294,7 @@ class InvariantAdam(Optimizer):
                 [self.state[params[i]]["exp_avg_sq"] for i in indices],
                 keep=keep,
                 gain=gain,
+                count=self._counter(params[indices[0]].device),
             )
 
     def _begin(self, p: Tensor) -> folding.Part:
@@ -320,18 +326,10 @@ class InvariantAdam(Optimizer):
         return _Arrival(grad.to_dense() if grad.is_sparse else grad, None, self._weight, sign)
 
     def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:
-        """Make the gradients fit to fold: finite, clipped, with L2 decay inside."""
-        for x in arrivals:
-            device = x.grad.device
-            if device not in self._skipped:
-                self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
-            kernels.guard([x.grad], None if x.square is None else [x.square], self._skipped[device])
+        """Make the gradients what is to be squared: clipped, with L2 decay inside."""
         if self.max_micro_norm is not None:
-            if any(x.square is not None for x in arrivals):
-                raise RuntimeError(
-                    f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass "
-                    "mini-batch never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
-                )
+            for x in arrivals:  # before their norm is taken
+                kernels.guard([x.grad], None, self._counter(x.grad.device))
             kernels.clip([x.grad for x in arrivals], self.max_micro_norm / float(self.loss_divisor))
         for p, x in zip(params, arrivals, strict=True):
             group = self._group(p)
@@ -343,6 +341,11 @@ class InvariantAdam(Optimizer):
                 if x.square is not None:
                     x.square = x.square.to(dtype) * x.sign**2 + pull * (2 * grad + pull)
                 x.grad, x.sign = grad.add_(pull), 1.0
+
+    def _counter(self, device: torch.device) -> Tensor:
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
+        return self._skipped[device]
 
     # ---------------------------------------------------------------- moments -> weights
 

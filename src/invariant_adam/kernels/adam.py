@@ -1,63 +1,37 @@
-"""Invariant Adam's passes over memory: `guard` a gradient, `fold` it into the moments, `step` the weights.
+"""Invariant Adam's passes over memory, by the fastest code that can take the tensors at hand.
 
-Each takes lists of tensors that share a device, a dtype per list and all scalars. The scalars are Python floats:
-a changed learning rate is a changed argument, so it costs neither a host sync nor a recompilation.
+`adam_torch` runs everywhere. On a CUDA device with Triton, `adam_triton` serves `fold` and `step` in its place, from
+the same signatures; the same tests judge both.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 
-import torch
 from torch import Tensor
 
-# Elements that may be copied or allocated at a time on an accelerator, where launches are worth sharing.
-_PART = 1 << 24
+from . import adam_torch
+from .adam_torch import clip, guard
+
+__all__ = ["clip", "fold", "guard", "step"]
 
 
-def guard(grads: list[Tensor], squares: list[Tensor] | None, count: Tensor) -> None:
-    """Set to zero in place, and count, the elements that would leave a moment non-finite.
-
-    These are NaNs, infinities, and values so large that sums of their squares would overflow. On the CPU one norm per
-    tensor finds the usual case, where there is nothing to do; elsewhere looking at it would stop the host, so no branch
-    is taken.
-
-    >>> g, count = torch.tensor([1.0, math.nan, 1e30]), torch.tensor(0)
-    >>> guard([g], None, count)
-    >>> g.tolist(), count.item()
-    ([1.0, 0.0, 0.0], 2)
-    """
-    for i, g in enumerate(grads):
-        square = None if squares is None else squares[i]
-        wide = torch.promote_types(g.dtype, torch.float32)
-        limit = math.sqrt(torch.finfo(wide).max) / 1024  # 1.8e16 in float32
-        if g.device.type == "cpu":
-            fine = torch.linalg.vector_norm(g, dtype=wide).item() < limit
-            if fine and (square is None or math.isfinite(square.sum().item())):
-                continue
-        bad = (g.abs() < limit).logical_not_()  # NaN is not below anything
-        if square is not None:
-            bad |= square.isfinite().logical_not_()
-            square.masked_fill_(bad, 0.0)
-        g.masked_fill_(bad, 0.0)
-        count += bad.sum()
+@cache
+def _triton() -> ModuleType | None:
+    try:
+        from . import adam_triton
+    except ImportError:
+        return None
+    return adam_triton
 
 
-def clip(grads: list[Tensor], max_norm: float) -> None:
-    """Scale `grads` in place so that their common norm is at most `max_norm`.
-
-    >>> g = [torch.tensor([3.0]), torch.tensor([4.0])]
-    >>> clip(g, 1.0)
-    >>> [round(x.item(), 5) for x in g]
-    [0.6, 0.8]
-    """
-    device = grads[0].device
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    norm = torch.linalg.vector_norm(torch.stack([n.to(device, torch.float32) for n in norms]))
-    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-    for g in grads:
-        g.mul_(factor.to(g.device, g.dtype))
+def _serving(tensors: list[Tensor], *moments: list[Tensor]) -> ModuleType:
+    if tensors[0].is_cuda:  # looked for only here: others need not wait for Triton's import
+        triton = _triton()
+        if triton is not None and triton.serves(tensors, *moments):
+            return triton
+    return adam_torch
 
 
 def fold(
@@ -68,37 +42,11 @@ def fold(
     *,
     keep: tuple[float, float],
     gain: tuple[float, float],
+    count: Tensor,
 ) -> None:
-    """Fold one micro-batch, or the pair of a one-pass mini-batch, into the moments in place.
-
-        m ← keep₁·m + gain₁·g        v ← keep₂·v + gain₂·g²
-
-    Args:
-        grads: g, in the parameters' dtype.
-        squares: what stands for g² (a one-pass mini-batch's mean of squares); None to square `grads`.
-        exp_avgs: m.
-        exp_avg_sqs: v.
-        keep: factors on m and v; 1 after the first micro-batch of an update.
-        gain: factors on g and g².
-
-    >>> g, m, v = torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([1.0])
-    >>> fold([g], None, [m], [v], keep=(0.5, 0.25), gain=(0.5, 0.75))
-    >>> m.item(), v.item()
-    (2.0, 7.0)
-    """
-    for part in _parts(grads):
-        m, v = exp_avgs[part], exp_avg_sqs[part]
-        # The square is taken in the moments' precision: a bfloat16 product would keep 8 bits of it.
-        g = [x.to(y.dtype) for x, y in zip(grads[part], m, strict=True)]
-        if keep[0] != 1.0:
-            torch._foreach_mul_(m, keep[0])
-        torch._foreach_add_(m, g, alpha=gain[0])
-        if keep[1] != 1.0:
-            torch._foreach_mul_(v, keep[1])
-        if squares is None:
-            torch._foreach_addcmul_(v, g, g, value=gain[1])
-        else:
-            torch._foreach_add_(v, squares[part], alpha=gain[1])
+    """Fold gradients into the moments: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g² (see `adam_torch.fold`)."""
+    serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
+    serving.fold(grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, count=count)
 
 
 def step(
@@ -110,37 +58,6 @@ def step(
     eps: float,
     keep: float,
 ) -> None:
-    """Move the weights in place: w ← keep·w − size·m / (√v + eps).
-
-    Debiasing, normalisation and the learning rate are all inside `size` and `eps`, so that m and v are read once
-    and never written.
-
-    >>> w, m, v = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0])
-    >>> step([w], [m], [v], size=0.25, eps=0.0, keep=0.5)
-    >>> w.item()
-    0.25
-    """
-    for part in _parts(params):
-        m, v = exp_avgs[part], exp_avg_sqs[part]
-        # The arithmetic is done in the moments' precision and rounded to the weights' once.
-        w = [x.to(y.dtype) for x, y in zip(params[part], m, strict=True)]
-        denominators = torch._foreach_sqrt(v)
-        torch._foreach_add_(denominators, eps)
-        if keep != 1.0:
-            torch._foreach_mul_(w, keep)
-        torch._foreach_addcdiv_(w, m, denominators, value=-size)
-        if w[0] is not params[part][0]:
-            torch._foreach_copy_(params[part], w)
-
-
-def _parts(tensors: list[Tensor]) -> Iterator[slice]:
-    """Cut a list so that temporaries stay small: one tensor at a time on the CPU, where the cache is what counts."""
-    limit = 1 if tensors[0].device.type == "cpu" else _PART
-    start = elements = 0
-    for i, t in enumerate(tensors):
-        elements += t.numel()
-        if elements >= limit:
-            yield slice(start, i + 1)
-            start, elements = i + 1, 0
-    if start < len(tensors):
-        yield slice(start, len(tensors))
+    """Move the weights: w ← keep·w − size·m / (√v + eps) (see `adam_torch.step`)."""
+    serving = _serving(params, exp_avgs, exp_avg_sqs)
+    serving.step(params, exp_avgs, exp_avg_sqs, size=size, eps=eps, keep=keep)
