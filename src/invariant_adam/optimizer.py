@@ -31,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
 _eager: Callable[[F], F] = torch.compiler.disable
 
+_ONES = (1.0, 1.0)
 _COUNTERS = itemgetter(*folding.fresh())
 
 UpdateHook = Callable[["InvariantAdam", int, int], None]
@@ -254,9 +255,12 @@ class InvariantAdam(Optimizer):
         self._fold(params)
 
     @_eager
-    @torch.no_grad()
     def on_grad(self, p: Tensor) -> None:
         """Fold what a backward just left on `p`: a micro-batch gradient, or the pair of a one-pass mini-batch."""
+        if torch.is_grad_enabled():  # create_graph=True; elsewhere the context would only cost time
+            with torch.no_grad():
+                self.on_grad(p)
+            return
         if pair.peek(p) is None:
             if pair.is_armed(p):
                 return  # a mini-batch gradient, half of a pair whose square is still to come
@@ -278,23 +282,28 @@ class InvariantAdam(Optimizer):
         parts = [self._open.get(p) or self._begin(p) for p in params]  # refuses before anything changes
         arrivals = [self._take(p) for p in params]
         self._condition(params, arrivals)
-        buckets: dict[Any, list[int]] = defaultdict(list)
-        for i, (p, part, x) in enumerate(zip(params, parts, arrivals, strict=True)):
-            self._open[p] = part
+        buckets: dict[Any, _Bucket] = defaultdict(_Bucket)
+        for p, part, x in zip(params, parts, arrivals, strict=True):
+            state = self.state[p]
             gain = (part.b[0] * x.kappa * x.sign, part.b[1] * x.kappa * x.sign**2)
-            buckets[part.keep, gain, p.device, x.grad.dtype, x.square is None].append(i)
-            part.keep = (1.0, 1.0)
+            bucket = buckets[part.keep, gain, x.grad.device, x.grad.dtype, x.square is None]
+            bucket.grads.append(x.grad)
+            bucket.exp_avgs.append(state["exp_avg"])
+            bucket.exp_avg_sqs.append(state["exp_avg_sq"])
+            if x.square is not None:
+                bucket.squares.append(x.square)
+            self._open[p] = part
+            part.keep = _ONES
             part.kappa += x.kappa
-        for (keep, gain, *_), indices in buckets.items():
-            squares = [sq for i in indices if (sq := arrivals[i].square) is not None]
+        for (keep, gain, device, *_), b in buckets.items():
             kernels.fold(
-                [arrivals[i].grad for i in indices],
-                squares or None,
-                [self.state[params[i]]["exp_avg"] for i in indices],
-                [self.state[params[i]]["exp_avg_sq"] for i in indices],
+                b.grads,
+                b.squares or None,
+                b.exp_avgs,
+                b.exp_avg_sqs,
                 keep=keep,
                 gain=gain,
-                count=self._counter(params[indices[0]].device),
+                count=self._counter(device),
             )
 
     def _begin(self, p: Tensor) -> folding.Part:
@@ -663,6 +672,18 @@ class InvariantAdam(Optimizer):
                 "scaler.scale(loss).backward(); scaler.unscale_(opt); opt.fold(); scaler.update()"
             )
         return True
+
+
+class _Bucket:
+    """Gradients that are folded with the same scalars, and where to."""
+
+    __slots__ = ("exp_avg_sqs", "exp_avgs", "grads", "squares")
+
+    def __init__(self) -> None:
+        self.grads: list[Tensor] = []
+        self.squares: list[Tensor] = []
+        self.exp_avgs: list[Tensor] = []
+        self.exp_avg_sqs: list[Tensor] = []
 
 
 @dataclass(slots=True)

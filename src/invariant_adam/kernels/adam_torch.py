@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,9 +31,8 @@ def guard(grads: list[Tensor], squares: list[Tensor] | None, count: Tensor) -> N
     """
     for i, g in enumerate(grads):
         square = None if squares is None else squares[i]
-        wide = torch.promote_types(g.dtype, torch.float32)
-        limit = math.sqrt(torch.finfo(wide).max) / 1024  # 1.8e16 in float32
-        if g.device.type == "cpu":
+        wide, limit = _limit(g.dtype)
+        if g.is_cpu:
             fine = torch.linalg.vector_norm(g, dtype=wide).item() < limit
             if fine and (square is None or square.sum().item() < limit**2):
                 continue
@@ -42,6 +42,13 @@ def guard(grads: list[Tensor], squares: list[Tensor] | None, count: Tensor) -> N
             square.masked_fill_(bad, 0.0)
         g.masked_fill_(bad, 0.0)
         count += bad.sum()
+
+
+@cache
+def _limit(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """The dtype in which `dtype` is squared, and the magnitude up to which sums of squares are safe in it."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return wide, math.sqrt(torch.finfo(wide).max) / 1024  # 1.8e16 in float32
 
 
 def clip(grads: list[Tensor], max_norm: float) -> None:
@@ -92,7 +99,11 @@ def fold(
     for part in _parts(grads):
         m, v = exp_avgs[part], exp_avg_sqs[part]
         # The square is taken in the moments' precision: a bfloat16 product would keep 8 bits of it.
-        g = [x.to(y.dtype) for x, y in zip(grads[part], m, strict=True)]
+        g = (
+            grads[part]
+            if grads[0].dtype == m[0].dtype
+            else [x.to(y.dtype) for x, y in zip(grads[part], m, strict=True)]
+        )
         if keep[0] != 1.0:
             torch._foreach_mul_(m, keep[0])
         torch._foreach_add_(m, g, alpha=gain[0])
