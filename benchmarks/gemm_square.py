@@ -1,0 +1,116 @@
+"""Time of `gemm_square` over that of the plain weight gradient (one library matrix product), on a GPU.
+
+    PYTHONPATH=src python benchmarks/gemm_square.py --out benchmarks/results/gemm_square_h200.json
+
+Operands are random bfloat16, the outputs' error is checked against float32 products first. `--tune` times
+configurations instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+
+import invariant_adam
+from invariant_adam.kernels.gemm_square_triton import Config, choose, gemm_square
+
+# rows in all, rows per group, o, i
+SHAPES = [
+    (32768, 1024, 768, 768), (32768, 1024, 3072, 768), (32768, 1024, 768, 3072), (32768, 1024, 2304, 768),
+    (32768, 1024, 50304, 768), (16384, 1024, 4096, 4096), (16384, 1024, 11008, 4096),
+    (32768, 256, 3072, 768), (32768, 128, 3072, 768), (50432, 1576, 768, 768), (50432, 1576, 3072, 768),
+]  # fmt: skip
+CONFIGS = [
+    Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 4), Config(128, 64, 64, 4, 4), Config(64, 128, 64, 4, 4),
+    Config(128, 64, 64, 8, 4), Config(128, 128, 32, 8, 5), Config(64, 64, 64, 4, 4), Config(128, 96, 64, 8, 3),
+    Config(64, 256, 64, 8, 3), Config(256, 64, 64, 8, 3), Config(128, 128, 128, 8, 2),
+]  # fmt: skip
+
+
+def timed(work, repeats):
+    times = {name: [] for name in work}
+    for i in range(repeats + 2):
+        for name, function in work.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(5):
+                function()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 2:
+                times[name].append(begin.elapsed_time(end) / 5)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def error(G, X, D, S):
+    """Relative errors against float32 products of the groups, formed one at a time."""
+    want_d, want_s = torch.zeros_like(D), torch.zeros_like(S)
+    for g, x in zip(G, X, strict=True):
+        product = g.float().t() @ x.float()
+        want_d += product
+        want_s += product.square()
+    return [((a - b).norm() / b.norm()).item() for a, b in ((D, want_d), (S, want_s))]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tune", action="store_true", help="time configurations instead")
+    parser.add_argument("--out", type=Path, help="write the result here as JSON")
+    args = parser.parse_args()
+    rows = []
+    for total, r, o, i in SHAPES:
+        G = torch.randn(total // r, r, o, device="cuda", dtype=torch.bfloat16)
+        X = torch.randn(total // r, r, i, device="cuda", dtype=torch.bfloat16)
+        flat_g, flat_x = G.view(-1, o), X.view(-1, i)
+        work = {"plain": lambda g=flat_g, x=flat_x: g.t() @ x}
+        if args.tune:
+            for config in CONFIGS:
+                try:
+                    gemm_square(G, X, config=config)
+                except Exception as problem:  # a configuration may not fit the chip
+                    print(config, type(problem).__name__, str(problem)[:80])
+                    continue
+                work[config] = lambda G=G, X=X, config=config: gemm_square(G, X, config=config)
+        else:
+            work["ours"] = lambda G=G, X=X: gemm_square(G, X)
+        ms = timed(work, 3 if args.tune else 9)
+        plain = ms.pop("plain")
+        if args.tune:
+            best = sorted(ms.items(), key=lambda item: item[1])[:4]
+            print((total, r, o, i), f"plain {2 * total * o * i / plain / 1e9:.0f} TFLOP/s", flush=True)
+            print("   ", [(tuple(config), round(t / plain, 3)) for config, t in best], flush=True)
+            continue
+        wrong = error(G, X, *gemm_square(G, X))
+        assert max(wrong) < 1e-2, wrong
+        rows.append(
+            {
+                "rows": total, "rows_per_group": r, "o": o, "i": i,
+                "plain_ms": round(plain, 4), "plain_tflops": round(2 * total * o * i / plain / 1e9, 1),
+                "ratio": round(ms["ours"] / plain, 3), "config": choose(o, i, r, G.dtype)._asdict(),
+                "error": [float(f"{e:.1e}") for e in wrong],
+            }
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    if args.out and rows:
+        result = {
+            "benchmark": "gemm_square over the plain weight gradient, bfloat16",
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+            "python": platform.python_version(), "invariant_adam": invariant_adam.__version__,
+            "date": date.today().isoformat(), "rows": rows,
+        }  # fmt: skip
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
