@@ -95,9 +95,7 @@ def measure(sizes, tune):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time block sizes instead")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()

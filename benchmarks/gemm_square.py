@@ -60,9 +60,7 @@ def error(G, X, D, S):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time configurations instead")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()

@@ -54,25 +54,36 @@ def headline_rows():
 
 def step_rows():
     result = load("step_cpu")
-    yield "| micro-batches per update | chain of 100 linear layers | gradients handed over, nothing else |"
-    yield "|---|---|---|"
+    yield "| micro-batches per update | chain of 100 linear layers | gradients handed over | without their backward |"
+    yield "|---|---|---|---|"
     for net, handed in zip(result["net"], result["handed"], strict=True):
-        yield f"| {net['kappa']} | {net['ratio']:.2f} | {handed['ratio']:.2f} |"
+        alone = handed["ratio_without_backward"]
+        yield f"| {net['kappa']} | {net['ratio']:.2f} | {handed['ratio']:.2f} | {alone:.1f} |"
+
+
+def bandwidth_rows():
+    result = load("bandwidth_h200")
+    yield f"Bandwidth on one {result['device']} in TB/s, and both kernels in turn over fused AdamW's time:"
+    yield ""
+    yield "| parameters | copy | `fold` | `step` | fused AdamW | `fold`, `step` over fused AdamW |"
+    yield "|---|---|---|---|---|---|"
+    for name, label in (("gpt2-124m", "GPT-2 124M, 148 tensors"), ("1e9", "10⁹, 100 tensors")):
+        row = result[name]
+        rates = " | ".join(f"{row['TB_per_s'][key]:.2f}" for key in ("copy", "fold", "step", "adamw"))
+        yield f"| {label} | {rates} | {row['fold_and_step_over_adamw']:.2f} |"
 
 
 PAGES = {
     "README.md": {"headline": headline_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
-    "docs/guide.md": {"step": step_rows},
+    "docs/guide.md": {"step": step_rows, "bandwidth": bandwidth_rows},
 }
 
 
 def fill(page, text):
     for name, rows in PAGES[page].items():
         block = f"<!-- {name} -->\n" + "\n".join(rows()) + f"\n<!-- /{name} -->"
-        text, count = re.subn(
-            rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL
-        )
+        text, count = re.subn(rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL)
         assert count == 1, f"{page} has {count} blocks named {name}"
     return text
 

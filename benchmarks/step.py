@@ -98,9 +98,7 @@ def measure(make, kappas, device, repeats):
                 "kappa": kappa,
                 **{f"{name}_ms": round(value, 3) for name, value in ms.items()},
                 "ratio": round(ms["invariant"] / ms["adamw"], 3),
-                "ratio_without_backward": round(
-                    (ms["invariant"] - ms["backward"]) / (ms["adamw"] - ms["backward"]), 3
-                ),
+                "ratio_without_backward": round((ms["invariant"] - ms["backward"]) / (ms["adamw"] - ms["backward"]), 3),
             }
         )
         print(rows[-1], flush=True)
@@ -108,9 +106,7 @@ def measure(make, kappas, device, repeats):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=15, help="timed updates per cell; the median counts")
     parser.add_argument("--kappas", type=int, nargs="+", default=[1, 4, 16])
@@ -121,9 +117,7 @@ def main():
         "benchmark": "fold+step against torch.optim.AdamW(fused=True) with accumulation",
         "parameters": TENSORS * SIDE**2,
         "tensors": TENSORS,
-        "device": torch.cuda.get_device_name()
-        if args.device == "cuda"
-        else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -7,9 +7,7 @@ import torch
 from hypothesis import settings
 
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # the kernels run on the CPU, slowly; before they are imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, slowly; before they are imported
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("default")

@@ -14,18 +14,14 @@ from invariant_adam.scaling import Hyperparameters, scale
 
 def mlp(dtype: torch.dtype = torch.float64, seed: int = 0, device: str = "cpu") -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)).to(
-        device, dtype
-    )
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)).to(device, dtype)
 
 
 def batches(
     n: int, size: int = 4, dtype: torch.dtype = torch.float64, seed: int = 1, device: str = "cpu"
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(size, 5, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(n)
-    ]
+    return [torch.randn(size, 5, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(n)]
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:

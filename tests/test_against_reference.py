@@ -252,9 +252,7 @@ def test_bfloat16_parameters_have_float32_moments(device):
         m, v = opt.state[p]["exp_avg"], opt.state[p]["exp_avg_sq"]
         assert m.dtype == v.dtype == torch.float32
         x = torch.stack(g).float()
-        torch.testing.assert_close(
-            v / opt.state[p]["norm2"], x.square().mean(0) * (1 - 0.999**8), rtol=1e-5, atol=0
-        )
+        torch.testing.assert_close(v / opt.state[p]["norm2"], x.square().mean(0) * (1 - 0.999**8), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("feed", ["backward", "call"])

@@ -159,8 +159,6 @@ def test_invariant_adam_is_nearer_to_the_small_batch_already_in_one_epoch():
 
 def test_standard_adam_may_follow_the_linear_rule_too():
     settings = check(Settings(standard_rule="linear"))
-    assert (
-        settings.at("standard", 128).lr == settings.at("invariant", 128).lr == pytest.approx(16 * settings.lr)
-    )
+    assert settings.at("standard", 128).lr == settings.at("invariant", 128).lr == pytest.approx(16 * settings.lr)
     with pytest.raises(ValueError, match="--standard-rule must be one of square_root, linear, got 'cubic'"):
         check(Settings(standard_rule="cubic"))

@@ -17,24 +17,18 @@ def feed(signal, deviation, kappas, betas=(0.95, 0.95), size=4, shapes=((3000,),
     opt = InvariantAdam(params, lr=0.0, betas=betas, micro_batch_size=size)
     for kappa in kappas:
         for _ in range(kappa):
-            loss = sum(
-                (p * (signal + deviation * torch.randn(p.shape, generator=generator))).sum() for p in params
-            )
+            loss = sum((p * (signal + deviation * torch.randn(p.shape, generator=generator))).sum() for p in params)
             loss.backward()
         opt.step()
     return opt
 
 
-@pytest.mark.parametrize(
-    "kappas", [[1] * 300, [8] * 40, [1, 5, 2, 9, 3] * 15], ids=["one", "eight", "changing"]
-)
+@pytest.mark.parametrize("kappas", [[1] * 300, [8] * 40, [1, 5, 2, 9, 3] * 15], ids=["one", "eight", "changing"])
 @pytest.mark.parametrize(("signal", "deviation"), [(1.0, 1.0), (0.5, 2.0)])
 def test_signal_and_noise_are_found_whatever_the_batch_size(signal, deviation, kappas):
     found = feed(signal, deviation, kappas).noise_scale()
     assert found.signal == pytest.approx(5000 * signal**2, rel=0.1)
-    assert found.noise == pytest.approx(
-        4 * 5000 * deviation**2, rel=0.1
-    )  # of one sample: M times a micro-batch's
+    assert found.noise == pytest.approx(4 * 5000 * deviation**2, rel=0.1)  # of one sample: M times a micro-batch's
     assert found.batch == pytest.approx(found.noise / found.signal)
 
 

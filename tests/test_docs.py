@@ -20,10 +20,6 @@ def test_the_claims_of_the_theory_page_hold_in_the_results():
         assert json.loads(path.read_text())["ratio"] >= 10, path.name
     # "∝ √B makes its large batches slower, ∝ B makes them faster"
     for name, faster in (("demo", False), ("demo-standard-linear", True)):
-        runs = [
-            r
-            for r in json.loads((results / f"{name}.json").read_text())["runs"]
-            if r["optimizer"] == "standard"
-        ]
+        runs = [r for r in json.loads((results / f"{name}.json").read_text())["runs"] if r["optimizer"] == "standard"]
         final = [r["losses"][-1] for r in sorted(runs, key=lambda r: r["batch_size"])]
         assert final == sorted(final, reverse=faster)

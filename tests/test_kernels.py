@@ -60,9 +60,7 @@ def test_fold(kernels, device, dtype, squares, one):
         )
         for a, b, c, d in zip(g, m, v, sq or [None] * len(g), strict=True)
     ]
-    for i, a in enumerate(
-        g
-    ):  # one element of each 4-d tensor is infinite: left out of both moments, and counted
+    for i, a in enumerate(g):  # one element of each 4-d tensor is infinite: left out of both moments, and counted
         if a.dim() == 4:
             at = (1, 2, 3, 0)
             a[at] = math.inf
@@ -83,9 +81,7 @@ def test_step(kernels, device, dtype):
     if kernels is adam_triton and dtype == torch.float64:
         assert not adam_triton.serves(w, m, v)
         return
-    expected = [
-        (0.5 * a.to(wide) - 0.25 * b / (c.sqrt() + 0.1)).to(dtype) for a, b, c in zip(w, m, v, strict=True)
-    ]
+    expected = [(0.5 * a.to(wide) - 0.25 * b / (c.sqrt() + 0.1)).to(dtype) for a, b, c in zip(w, m, v, strict=True)]
     before = [x.clone() for x in (*m, *v)]
     kernels.step(w, m, v, size=0.25, eps=0.1, keep=0.5)
     torch.testing.assert_close(w, expected)
@@ -102,9 +98,7 @@ def test_triton_leaves_odd_layouts_to_torch():
     assert not adam_triton.serves([m.double()], [m.double()], [m.double()])
 
 
-@given(
-    st.lists(st.sampled_from([0.0, 1.0, -2.0, math.nan, math.inf, -math.inf, 1e30, -1e25, 1e10]), max_size=12)
-)
+@given(st.lists(st.sampled_from([0.0, 1.0, -2.0, math.nan, math.inf, -math.inf, 1e30, -1e25, 1e10]), max_size=12))
 def test_guard_leaves_out_just_what_would_poison_a_moment(values):
     g, count = torch.tensor(values), torch.tensor(0)
     adam_torch.guard([g], None, count)
@@ -135,12 +129,18 @@ def test_clip_matches_torch(device):
     for p, g in zip(params, ours, strict=True):
         p.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(params, 0.3)
-    adam_torch.clip(ours, 0.3)
-    torch.testing.assert_close(ours, [p.grad for p in params])
+    torch.testing.assert_close(adam_torch.clip(ours, 0.3), [p.grad for p in params])
     small = [g * 0.01 for g in ours]
-    before = [g.clone() for g in small]
-    adam_torch.clip(small, 100.0)
-    torch.testing.assert_close(small, before, rtol=0, atol=0)
+    torch.testing.assert_close(adam_torch.clip([g.clone() for g in small], 100.0), small, rtol=0, atol=0)
+    # Of gradients divided by 8 the norm before the division counts.
+    big = [torch.full((3,), 1.0, device=device)]
+    assert torch.linalg.vector_norm(adam_torch.clip(big, 1.0, 8.0)[0]).item() == pytest.approx(1 / 8, rel=1e-4)
+
+
+def test_clip_keeps_small_factors_of_half_precision(device):
+    g = torch.full((4096,), 100.0, device=device, dtype=torch.float16)
+    (clipped,) = adam_torch.clip([g], 1e-3)
+    assert torch.linalg.vector_norm(clipped).item() == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_parts_cover_a_list_once():

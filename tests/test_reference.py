@@ -33,9 +33,7 @@ def assert_equal(a, b, tolerance=1e-14):
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize(
-    "algorithm", [reference.micro_adam, reference.standard_adam, reference.invariant_adam]
-)
+@pytest.mark.parametrize("algorithm", [reference.micro_adam, reference.standard_adam, reference.invariant_adam])
 def test_one_micro_batch_is_torch_adam(algorithm, decoupled):
     w, grads = problem(40)
     s = reference.start(w)
@@ -126,9 +124,7 @@ def test_l2_decay_is_part_of_each_micro_batch_gradient():
     s = reference.start(w)
     inside = [lambda w, grad=grad: grad(w) + H.weight_decay * w for grad in grads]
     plain = H._replace(weight_decay=0.0)
-    assert_equal(
-        reference.invariant_adam(s, grads, H, decoupled=False), reference.invariant_adam(s, inside, plain)
-    )
+    assert_equal(reference.invariant_adam(s, grads, H, decoupled=False), reference.invariant_adam(s, inside, plain))
 
 
 def test_sgd_is_torch_sgd_with_decay():

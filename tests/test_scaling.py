@@ -134,3 +134,9 @@ def test_no_learning_rate_keeps_the_decay():
 @pytest.mark.parametrize("rule", ADAM)
 def test_no_decay_stays_none(rule):
     assert scale(1e-3, from_batch=1, to_batch=4, rule=rule).weight_decay == 0
+
+
+@pytest.mark.parametrize("rule", ["linear", "square_root", "sgd"])
+def test_a_decay_that_would_turn_the_weights_around_is_refused(rule):
+    with pytest.raises(ValueError, match="turns them around"):
+        scale(0.1, (0.99999, 0.99999), 9.0, from_batch=1, to_batch=400, rule=rule)

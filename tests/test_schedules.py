@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -32,14 +34,22 @@ def test_means_add_up_however_the_samples_are_cut(schedule, cuts):
 
 
 @given(SCHEDULES, st.floats(0, 1e5), st.floats(1, 1e4))
-def test_the_closed_integral_is_the_integral_of_the_schedule(schedule, start, length):
-    n = 400
-    points = [start + (i + 0.5) * length / n for i in range(n)]
-    numeric = sum(map(schedule, points)) / n
-    assert mean_factor(schedule, start, start + length) == pytest.approx(numeric, abs=2e-3)
+def test_the_closed_mean_is_the_mean_of_the_schedule(schedule, start, length):
+    """Piece by piece, where quadrature is exact to rounding."""
+    marks = [start, *(x for x in (schedule.warmup, schedule.total) if start < x < start + length), start + length]
+    smooth = sum(mean_factor(lambda s: schedule(s), a, b) * (b - a) for a, b in pairwise(marks)) / length
+    assert mean_factor(schedule, start, start + length) == pytest.approx(smooth, abs=1e-6)
 
 
-def test_a_schedule_without_an_integral_is_averaged_by_quadrature():
+@pytest.mark.parametrize("total", [10**7, 10**9, 10**12])
+def test_the_last_updates_have_a_learning_rate_of_at_least_zero(total):
+    schedule = warmup_cosine(total // 100, total)
+    means = [mean_factor(schedule, total - 8 * (i + 1), total - 8 * i) for i in range(2000)]
+    assert min(means) >= 0
+    assert means[-1] == pytest.approx(schedule(total - 8 * 2000 + 4), rel=1e-3)
+
+
+def test_a_schedule_without_a_mean_is_averaged_by_quadrature():
     schedule = warmup_cosine(10, 1000)
     plain = mean_factor(lambda s: schedule(s), 100, 400)
     assert plain == pytest.approx(mean_factor(schedule, 100, 400), abs=1e-9)
@@ -179,3 +189,95 @@ def test_the_average_resumes_from_its_state_dict():
         ema.update_parameters(model)
         twin.update_parameters(model)
     assert distance(flat(twin.parameters()), flat(ema.parameters())) == 0
+
+
+def test_copies_of_a_schedule_move_with_their_copies():
+    model = mlp()
+    opt = InvariantAdam(model.parameters(), lr=1e-2, micro_batch_size=4)
+    scheduler = SampleLambdaLR(opt, warmup_cosine(100, 1000))
+    twin, opt2, scheduler2 = copy.deepcopy((model, opt, scheduler))
+    for m, o in ((model, opt), (twin, opt2)):
+        for x in batches(3):
+            loss(m, x).backward()
+            o.step()
+    assert scheduler2.get_last_lr() == scheduler.get_last_lr() == [pytest.approx(1e-3)]
+    assert torch.equal(flat(model.parameters()), flat(twin.parameters()))
+
+
+def test_a_schedule_does_not_keep_a_replaced_optimizer_alive():
+    model = mlp()
+    gc.disable()
+    try:
+        opt = InvariantAdam(model.parameters(), micro_batch_size=4)
+        scheduler = SampleLambdaLR(opt, lambda s: 1.0)
+        opt = torch.optim.AdamW(model.parameters())
+        before = flat(model.parameters())
+        loss(model, batches(1)[0]).backward()
+        opt.step()
+    finally:
+        gc.enable()
+    assert not torch.equal(flat(model.parameters()), before)
+    with pytest.raises(RuntimeError, match="optimizer of this schedule is gone"):
+        scheduler.step()
+
+
+def test_a_shared_tensor_learning_rate_is_set_for_each_group():
+    model, lr = mlp(), torch.tensor(1.0)
+    groups = [{"params": model[i].parameters(), "lr": lr} for i in (0, 2, 4)]
+    opt = InvariantAdam(groups, micro_batch_size=4)
+    SampleLambdaLR(opt, [lambda s: 0.1, lambda s: 0.2, lambda s: 0.3])
+    loss(model, batches(1)[0]).backward()
+    opt.step()
+    assert [round(float(g["lr"]), 6) for g in opt.param_groups] == [0.1, 0.2, 0.3]
+
+
+def test_a_group_added_after_the_schedule_is_refused_by_name():
+    model = mlp()
+    opt = InvariantAdam(model.parameters(), micro_batch_size=4)
+    SampleLambdaLR(opt, lambda s: 1.0)
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    loss(model, batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match="add groups first"):
+        opt.step()
+
+
+def test_the_average_takes_batch_norm_along():
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    opt = InvariantAdam(model.parameters(), lr=1e-2, micro_batch_size=4)
+    ema = InvariantEMA(model, opt, decay=0.5, use_buffers=True)
+    seen = []
+    for x in batches(3):
+        loss(model, x).backward()
+        opt.step()
+        ema.update_parameters(model)
+        seen.append(model[1].running_mean.clone())
+    expected = seen[0] / 4 + seen[1] / 4 + seen[2] / 2
+    torch.testing.assert_close(ema.module[1].running_mean, expected)
+    assert ema.module[1].num_batches_tracked == 3
+
+
+def test_a_copied_average_goes_on_and_an_unpickled_one_says_what_it_lacks():
+    model = mlp()
+    opt = InvariantAdam(model.parameters(), lr=1e-2, micro_batch_size=4)
+    ema = InvariantEMA(model, opt, decay=0.9)
+    loss(model, batches(1)[0]).backward()
+    opt.step()
+    ema.update_parameters(model)
+    twin = copy.deepcopy(ema)
+    loss(model, batches(1)[0]).backward()
+    opt.step()
+    ema.update_parameters(model)
+    twin.update_parameters(model)
+    assert torch.equal(flat(twin.parameters()), flat(ema.parameters()))
+    loose = pickle.loads(pickle.dumps(ema))
+    with pytest.raises(RuntimeError, match="no optimizer to count samples with"):
+        loose.update_parameters(model)
+
+
+def test_an_average_ahead_of_its_optimizer_is_refused():
+    model = mlp()
+    opt = InvariantAdam(model.parameters(), micro_batch_size=4)
+    ema = InvariantEMA(model, opt)
+    ema.samples.fill_(1000)
+    with pytest.raises(RuntimeError, match="has seen 0 samples, this average 1000"):
+        ema.update_parameters(model)

@@ -17,9 +17,7 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in LAB:
             raise
-        sys.exit(
-            f'invariant-adam: the command line needs {missing}; install it: pip install "invariant-adam[lab]"'
-        )
+        sys.exit(f'invariant-adam: the command line needs {missing}; install it: pip install "invariant-adam[lab]"')
 
 
 if __name__ == "__main__":

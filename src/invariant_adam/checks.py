@@ -45,17 +45,19 @@ def check_state_dtype(dtype: torch.dtype) -> None:
         )
 
 
+_UNSUPPORTED = {
+    "amsgrad": "the maximum of v over updates depends on the batch size",
+    "capturable": "the scalars of an update are computed on the host",
+    "differentiable": "the moments are updated in place",
+}
+
+
 def check_adamw_options(options: dict[str, Any]) -> None:
     """Let AdamW's speed hints pass; refuse what would change the algorithm, and unknown names."""
-    reasons = {
-        "amsgrad": "the maximum of v over updates depends on the batch size",
-        "capturable": "the scalars of an update are computed on the host",
-        "differentiable": "the moments are updated in place",
-    }
     for name, value in options.items():
-        if name in reasons and value:
-            raise ValueError(f"{name}={value!r} is not supported: {reasons[name]}; leave it out")
-        if name not in reasons and name not in ("foreach", "fused"):
+        if name in _UNSUPPORTED and value:
+            raise ValueError(f"{name}={value!r} is not supported: {_UNSUPPORTED[name]}; leave it out")
+        if name not in _UNSUPPORTED and name not in ("foreach", "fused"):
             raise TypeError(f"InvariantAdam got an unexpected argument {name}={value!r}")
 
 
@@ -77,11 +79,13 @@ def check_group(groups: list[dict[str, Any]], *, gradients: bool) -> None:
         gradients: whether its parameters may have gradients already.
     """
     first, group, index = groups[0], groups[-1], len(groups) - 1
-    for key in ("micro_batch_size", "tuned_batch_size", "rule"):
-        if group[key] != first[key]:
+    check_adamw_options({name: group[name] for name in _UNSUPPORTED if name in group})
+    run = ("fold", "loss_divisor", "max_micro_norm", "on_nonfinite", "state_dtype")
+    for key in ("micro_batch_size", "tuned_batch_size", "rule", *(name for name in run if name in group)):
+        if key in run or group[key] != first[key]:
             raise ValueError(
-                f"group {index} asks for {key}={group[key]!r}, but it is the same for the whole run ({first[key]!r}): "
-                "give it to InvariantAdam, not to a group"
+                f"group {index} asks for {key}={group[key]!r}, but it is the same for the whole run: give it to "
+                "InvariantAdam, not to a group"
             )
     check_hyperparameters(as_float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
     for i, p in enumerate(group["params"]):
@@ -143,6 +147,16 @@ def refuse_capture(p: Tensor) -> None:
         raise RuntimeError(
             "a fold was captured in a CUDA graph: its scalars change from update to update and a replay would repeat "
             'old ones; capture the forward and backward with fold="call", and call opt.fold() and opt.step() outside'
+        )
+
+
+def refuse_scaled(optimizer: Any) -> None:
+    """Refuse a step that `GradScaler.step` calls with gradients it believes to be scaled still."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise RuntimeError(
+            "GradScaler.step found gradients that were not unscaled, or were folded before its last update(). "
+            "Per micro-batch: scaler.scale(loss).backward(); scaler.unscale_(opt); opt.fold(); scaler.update(). Then "
+            "opt.step(), not scaler.step(opt). If scaled gradients were folded, drop them with opt.abandon()"
         )
 
 

@@ -85,7 +85,7 @@ def invariant_adam(
 @app.command()
 def verify(
     kappa: Annotated[int, typer.Option(min=2, help="Micro-batches in one update.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the data and of the starting weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the data and of the starting weights.")] = 0,
     algorithm: Annotated[
         Algorithm, typer.Option(help='What to test; "standard" (Adam) shows what a failure looks like.')
     ] = Algorithm.invariant,
@@ -107,9 +107,7 @@ def verify(
     else:
         deltas = result["deltas"]
         shown = [deltas[i] for i in (0, 5, 11)]
-        stdout.print(
-            f"[bold]{algorithm.value.capitalize()} Adam against Micro Adam, κ = {kappa}:[/bold]", end=" "
-        )
+        stdout.print(f"[bold]{algorithm.value.capitalize()} Adam against Micro Adam, κ = {kappa}:[/bold]", end=" ")
         stdout.print("difference of the state updates over δ, and its order in δ")
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("", "rule", ""):
@@ -158,9 +156,7 @@ def scale(
         0.999,
     ),
     weight_decay: Annotated[float, typer.Option(help="Decoupled weight decay, as tuned.")] = 0.0,
-    rule: Annotated[
-        Rule, typer.Option(help="Scaling rule; square_root is for standard Adam.")
-    ] = Rule.exponential,
+    rule: Annotated[Rule, typer.Option(help="Scaling rule; square_root is for standard Adam.")] = Rule.exponential,
     as_json: Json = False,
 ) -> None:
     """Give the hyperparameters at another batch size.
@@ -228,9 +224,7 @@ def demo(
             result = train_all(settings, out, bars)
         written = report.write_report(result, out)
     except KeyboardInterrupt:
-        stderr.print(
-            f"\nStopped. {bars.done} of {bars.runs} runs are kept; the same command resumes with the rest."
-        )
+        stderr.print(f"\nStopped. {bars.done} of {bars.runs} runs are kept; the same command resumes with the rest.")
         raise typer.Exit(130) from None
     except DivergedError as error:
         _fail(error)

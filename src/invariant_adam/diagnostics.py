@@ -50,7 +50,7 @@ def noise_scale(optimizer: Any) -> NoiseScale:
         )
     signal = noise = 0.0
     for state in optimizer.state.values():
-        if not state["kappa"]:
+        if state["debias1"] == 1.0:
             continue  # no gradient yet
         x, y = folding.debias(state)
         left = state["noise"] / (1 - state["debias1"]) ** 2
@@ -59,7 +59,7 @@ def noise_scale(optimizer: Any) -> NoiseScale:
                 "noise_scale() needs the first moment to average at least two micro-batches, which cannot be at "
                 "beta1 = 0 with one micro-batch per update; make more of them, or raise beta1"
             )
-        v_sum = state["exp_avg_sq"].sum(dtype=torch.float64).item() / y**2
+        v_sum = state["exp_avg_sq"].sum().item() / y**2
         m_square = (torch.linalg.vector_norm(state["exp_avg"]).item() / x) ** 2
         part = (v_sum - m_square) / (1 - left)  # trΣ/M
         noise += part

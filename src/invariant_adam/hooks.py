@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -37,15 +38,20 @@ def owner(p: Tensor) -> Folder | None:
     return found
 
 
-def own(p: Tensor, folder: Folder) -> None:
+def own(p: Tensor, folder: Folder, *, hook: bool) -> None:
     """Make `folder` the owner of `p`, in place of the one before.
 
-    A parameter has one owner, since two hooks would fight for one gradient. The hook holds it weakly, so that a deleted
-    optimizer leaves gradients alone.
+    A parameter has one owner, since two would fight for one gradient. It is held weakly, so that a deleted optimizer
+    leaves gradients alone.
+
+    Args:
+        p: the parameter.
+        folder: its owner from now on.
+        hook: whether it wants `on_grad` called during backward.
     """
     reference = weakref.ref(folder)
 
-    def hook(p: Tensor) -> None:
+    def on_grad(p: Tensor) -> None:
         folder = reference()
         if folder is not None:
             folder.on_grad(p)
@@ -53,10 +59,25 @@ def own(p: Tensor, folder: Folder) -> None:
     before = owner(p)
     if before is not None:
         before.on_taken(p)
-    if p in _owners:
-        _owners[p][1].remove()
-    _owners[p] = (reference, p.register_post_accumulate_grad_hook(hook))
-    pair.subscribe(p, hook)
+    _, handle = _owners.get(p, (None, None))
+    if handle is not None:
+        handle.remove()
+    _owners[p] = (reference, p.register_post_accumulate_grad_hook(on_grad) if hook else None)
+    pair.subscribe(p, on_grad if hook else None)
+
+
+def folds(p: Tensor) -> bool:
+    """Whether a live owner folds the gradients of `p` during backward."""
+    _, handle = _owners.get(p, (None, None))
+    return handle is not None and owner(p) is not None
+
+
+def when_finished(function: Callable[[int], None], task: int) -> None:
+    """Have `function(task)` called when the backward that is running has come to its end; never, if it fails."""
+    if task >= 0:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: function(task))
+    else:
+        function(task)
 
 
 def inside_backward() -> bool:
@@ -77,13 +98,13 @@ def watch_clipping() -> None:
     """
     module = torch.nn.utils.clip_grad
     inner = "_clip_grads_with_norm_" if hasattr(module, "_clip_grads_with_norm_") else "clip_grad_norm_"
-    for name in (inner, "clip_grad_value_"):
-        function = getattr(module, name)
+    for function in (getattr(module, inner), module.clip_grad_value_):
         if not hasattr(function, "_refuses_folded"):
             refusing = _refusing(function)
             for place in (module, torch.nn.utils):
-                if getattr(place, name, None) is function:
-                    setattr(place, name, refusing)
+                for name, value in list(vars(place).items()):
+                    if value is function:  # under each name it has
+                        setattr(place, name, refusing)
 
 
 def _refusing(function: Any) -> Any:
@@ -91,7 +112,7 @@ def _refusing(function: Any) -> Any:
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if any(p.grad is None and owner(p) is not None for p in parameters):
+            if any(p.grad is None and folds(p) for p in parameters):
                 raise RuntimeError(
                     'gradient clipping cannot act on parameters of InvariantAdam(fold="backward"): their gradients are '
                     "folded and gone. Remove it (trainers: max_grad_norm=0, gradient_clip_val=None) and give "

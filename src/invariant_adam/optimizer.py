@@ -25,7 +25,7 @@ from . import checks, folding, hooks
 from .diagnostics import NoiseScale, noise_scale
 from .kernels import adam as kernels
 from .one_pass import pair
-from .scaling import RULES, check_decay, check_hyperparameters, check_rho, find_rule
+from .scaling import RULES, check_decay, check_hyperparameters, check_keep, check_rho, find_rule
 
 F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
@@ -112,7 +112,6 @@ class InvariantAdam(Optimizer):
         find_rule(rule, ("exponential", "linear"))
         checks.check_choice("fold", fold, ("backward", "call"))
         checks.check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
-        checks.check_positive("loss_divisor", loss_divisor)
         if max_micro_norm is not None:
             checks.check_positive("max_micro_norm", max_micro_norm)
         checks.check_state_dtype(state_dtype)
@@ -123,18 +122,20 @@ class InvariantAdam(Optimizer):
         self._on_nonfinite = on_nonfinite
         self._group_index: dict[Tensor, int] = {}
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
+        self._warned = False  # of an update whose size nobody announced
+        self._weight = 1.0  # n/M of the micro-batch at hand
         self._hooked: set[Tensor] = set()  # parameters whose gradients come here by a hook
         # Elements that were not finite and were left out, counted on their device; and those the user was told of.
         self._skipped: dict[torch.device, Tensor] = {}
         self._reported = 0
         # The update that is open: what is folded into it; the weight of each micro-batch, by the autograd task or the
-        # fold() call that brought it; κ as declared; n/M of the micro-batch at hand; a backward inside a backward.
+        # fold() call that brought it; which of these have not come to their end; those inside another; κ as declared.
         self._open: dict[Tensor, folding.Part]
         self._begun: dict[Any, folding.Part]
         self._backwards: dict[int, float]
-        self._expected: float | None
-        self._weight: float
+        self._unfinished: set[int]
         self._nested: bool
+        self._expected: float | None
         self._reset_update()
         defaults = {
             "lr": lr,
@@ -147,6 +148,7 @@ class InvariantAdam(Optimizer):
             "tuned_batch_size": tuned_batch_size,
             "rule": rule,
             "samples_seen": 0,
+            "kappa": 0.0,  # of the last update
         }
         super().__init__(params, defaults)
         if fold == "backward":
@@ -178,6 +180,16 @@ class InvariantAdam(Optimizer):
         return seen
 
     @property
+    def loss_divisor(self) -> float:
+        """What the training loop divided each micro-batch loss by; may be set between updates."""
+        return self._loss_divisor
+
+    @loss_divisor.setter
+    def loss_divisor(self, value: float) -> None:
+        checks.check_positive("loss_divisor", value)
+        self._loss_divisor = float(value)
+
+    @property
     def nonfinite(self) -> int:
         """Gradient elements left out of the moments so far because they were not finite (waits for the device)."""
         return sum(int(count) for count in self._skipped.values())
@@ -197,9 +209,27 @@ class InvariantAdam(Optimizer):
         if self._open:
             raise RuntimeError(
                 f"expect({kappa:g}) came after {self.kappa:g} micro-batches of this update were folded with another "
-                "expectation; call it before the first backward of the update"
+                "expectation; call it before the first backward of the update, or drop them with opt.abandon()"
             )
         self._expected = float(kappa)
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Give up the update that is open, without moving a weight: after a backward that failed, say.
+
+        Gradients cannot be taken out of a sum. What was folded stays in the averages, properly normalised, as that of
+        an update whose weights did not move; in the very first update the moments go back to zero. Nothing of it
+        counts as seen.
+        """
+        for p, part in self._open.items():
+            state = self.state[p]
+            if part.a is None:
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+            else:
+                state.update(folding.close(state, part, part.a), kappa=state["kappa"])
+        self._reset_update()
+        self.zero_grad()
 
     @contextmanager
     def ragged(self, samples: int) -> Iterator[None]:
@@ -250,9 +280,10 @@ class InvariantAdam(Optimizer):
             raise RuntimeError(
                 "fold() found no gradient: no backward reached the parameters of this optimizer since the last fold()"
             )
-        if all(pair.peek(p) is None for p in params):
-            self._backwards[len(self._backwards)] = self._weight
+        plain = all(pair.peek(p) is None for p in params)
         self._fold(params)
+        if plain:
+            self._backwards[len(self._backwards)] = self._weight
 
     @_eager
     def on_grad(self, p: Tensor) -> None:
@@ -270,10 +301,13 @@ class InvariantAdam(Optimizer):
                 nested = hooks.inside_backward()
                 self._backwards[task] = 0.0 if nested else self._weight
                 self._nested |= nested
+                self._unfinished.add(task)
+                hooks.when_finished(self._unfinished.discard, task)
         self._fold([p])
 
     def _fold(self, params: list[Tensor]) -> None:
         """Fold the gradients or pairs on `params`, one micro-batch's or mini-batch's, and take them off."""
+        checks.refuse_capture(params[0])
         if self.max_micro_norm is not None and any(pair.peek(p) is not None for p in params):
             raise RuntimeError(
                 f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
@@ -308,7 +342,6 @@ class InvariantAdam(Optimizer):
 
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
-        checks.refuse_capture(p)
         group, state = self._group(p), self.state[p]
         for name in ("exp_avg", "exp_avg_sq"):  # a model.to(...) may have come after the optimizer was built
             state[name] = state[name].to(p.device, self._moment_dtype(p))
@@ -318,19 +351,23 @@ class InvariantAdam(Optimizer):
         history = (self._group_index[p], *_COUNTERS(state))
         part = self._begun.get(history)
         if part is None:
-            kappa = self._expected or state["kappa"] or self._tuned / self._size
+            kappa = state["kappa"] or self._tuned / self._size
+            if self._expected is not None:  # of the whole update; of this parameter, its share in the last one
+                kappa = self._expected * (state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0)
             part = self._begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
         return replace(part)
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
         group = self._group(p)
-        sign = (-1.0 if group["maximize"] else 1.0) * float(self.loss_divisor)
+        sign = (-1.0 if group["maximize"] else 1.0) * self.loss_divisor
         found = pair.take(p)
         if found is not None:
             return _Arrival(found.grad.detach(), found.grad_sq.detach(), found.kappa, sign)
         assert p.grad is not None
         grad, p.grad = p.grad.detach(), None
+        if grad.layout == torch.strided and 0 in grad.stride():
+            grad = grad.clone()  # expanded, not to be written to
         # A sparse gradient comes in pieces (uncoalesced), which must be summed before the square: made dense, it is.
         return _Arrival(grad.to_dense() if grad.is_sparse else grad, None, self._weight, sign)
 
@@ -339,7 +376,9 @@ class InvariantAdam(Optimizer):
         if self.max_micro_norm is not None:
             for x in arrivals:  # before their norm is taken
                 kernels.guard([x.grad], None, self._counter(x.grad.device))
-            kernels.clip([x.grad for x in arrivals], self.max_micro_norm / float(self.loss_divisor))
+            clipped = kernels.clip([x.grad for x in arrivals], self.max_micro_norm, self.loss_divisor)
+            for x, grad in zip(arrivals, clipped, strict=True):
+                x.grad = grad
         for p, x in zip(params, arrivals, strict=True):
             group = self._group(p)
             decay = group["weight_decay"]
@@ -374,6 +413,7 @@ class InvariantAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        checks.refuse_scaled(self)
         self._collect()
         start = self.samples_seen
         stop = start + round(self.kappa * self._size)
@@ -395,8 +435,9 @@ class InvariantAdam(Optimizer):
                 keep=move.keep,
             )
             torch._foreach_add_([state["step"] for state in states], 1.0)
+        kappa = self.kappa
         for group in self.param_groups:
-            group["samples_seen"] = stop
+            group["samples_seen"], group["kappa"] = stop, kappa
         self._reset_update()
         return loss
 
@@ -416,19 +457,26 @@ class InvariantAdam(Optimizer):
                 "step() found no gradient: no backward reached the parameters of this optimizer since the last step; "
                 "check that it was built on the parameters the model has now"
             )
-        counts = {part.kappa for part in self._open.values()}
-        if self._nested and len(counts) > 1:
+        if self._unfinished:
             raise RuntimeError(
-                f"the parameters got between {min(counts):g} and {max(counts):g} gradients in this update, and "
-                "reentrant activation checkpointing is in use, which delivers the gradient of a layer used twice in "
-                "pieces; squares of pieces are wrong: use checkpoint(..., use_reentrant=False)"
+                "a backward of this update did not come to its end, so that some parameters were folded and some were "
+                "not; drop the update with opt.abandon() and run its micro-batches again"
             )
-        if self._expected is not None and max(counts) > self._expected * (1 + 1e-9):
-            p = max(self._open, key=lambda p: self._open[p].kappa)
+        most = max(self._open, key=lambda p: self._open[p].kappa)
+        folded, seen = self._open[most].kappa, sum(self._backwards.values())
+        if self._nested and self._expected is None and folded > seen * (1 + 1e-9):
             raise RuntimeError(
-                f"parameter {self._name(p)} got {self._open[p].kappa:g} gradients where expect({self._expected:g}) "
-                "promised at most that many micro-batches; a second backward over the same micro-batch counts as "
-                "another one: add the losses and call backward once, or declare the right number"
+                f"parameter {self._name(most)} got {folded:g} gradients in {seen:g} backwards that can be told apart: "
+                "reentrant activation checkpointing is in use, which delivers the gradient of a layer used twice in "
+                "pieces, and squares of pieces are wrong. Drop the update with opt.abandon(); then use "
+                "checkpoint(..., use_reentrant=False), or, if no layer is used twice, declare opt.expect(kappa)"
+            )
+        if self._expected is not None and folded > self._expected * (1 + 1e-9):
+            raise RuntimeError(
+                f"parameter {self._name(most)} got {folded:g} gradients where expect({self._expected:g}) promised at "
+                "most that many micro-batches; a second backward over the same micro-batch counts as another one, and "
+                "so does each piece that reentrant checkpointing delivers. Drop the update with opt.abandon(); then "
+                "add the losses and call backward once, or declare the right number"
             )
 
     def _unfolded(self, p: Tensor, lost: int) -> str:
@@ -439,12 +487,12 @@ class InvariantAdam(Optimizer):
         if lost:
             return found + (
                 f"the fold hooks of {lost} parameters were missing (the parameters were copied, replaced or unfrozen "
-                "after the optimizer was built) and are registered now; call opt.zero_grad() and run the micro-batches "
+                "after the optimizer was built) and are registered now; call opt.abandon() and run the micro-batches "
                 "of this update again"
             )
         return found + (
-            "it was assigned by hand, not left by a backward; call opt.zero_grad(), or use "
-            'InvariantAdam(fold="call") and opt.fold()'
+            "it was assigned after the backward, by hand or by a wrapper such as DistributedDataParallel; drop the "
+            'update with opt.abandon(), and unwrap the model or use InvariantAdam(fold="call") and opt.fold()'
         )
 
     def _plan(self) -> list[_Move]:
@@ -466,17 +514,32 @@ class InvariantAdam(Optimizer):
             group, state, part = self.param_groups[index], self.state[params[0]], self._open[params[0]]
             lr, decay = checks.as_float(group["lr"]), group["weight_decay"]
             check_hyperparameters(lr, group["betas"], group["eps"], decay)
-            counters = folding.close(
-                state, part, self._betas(group, kappa) if part.a is None else group["betas"]
-            )
+            betas = self._betas(group, kappa)
+            counters = folding.close(state, part, betas)
+            self._warn_of_surprise(part, betas[0])
             x, y = folding.debias(counters)
             rule, rho = RULES[group["rule"]], kappa * self._size / self._tuned
             keep = 1.0
             if decay and group["decoupled_weight_decay"]:
-                check_decay(lr, decay)
-                keep -= rule.decay(lr * decay, rho)
+                keep -= rule.decay(check_decay(lr, decay), rho)
+                check_keep(keep, group["rule"], lr, decay, rho)
             moves.append(_Move(params, lr * rule.lr(rho) * y / x, group["eps"] * y, keep, counters))
         return moves
+
+    def _warn_of_surprise(self, part: folding.Part, beta: float) -> None:
+        """Warn once when an update is so unlike the one before that its averages forget far more or less than meant."""
+        if part.a is None or self._warned:
+            return
+        got = part.a[0] / (part.a[0] + part.b[0] * part.kappa)
+        if abs(got - beta) > 0.1:
+            self._warned = True
+            warnings.warn(
+                f"an update of {part.kappa:g} micro-batches came where the one before let another size expect: "
+                f"m keeps {got:.2g} of its past instead of {beta:.2g}. Announce the size with opt.expect(kappa) before "
+                "its first backward",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _report_nonfinite(self) -> None:
         """Tell of the elements left out since the last report (waits for the device)."""
@@ -490,8 +553,7 @@ class InvariantAdam(Optimizer):
         )
         if self._on_nonfinite == "raise":
             raise RuntimeError(
-                message
-                + ", and the weights have not moved. Lower lr or set max_micro_norm; the next step() goes on "
+                message + ", and the weights have not moved. Lower lr or set max_micro_norm; the next step() goes on "
                 'without them, as on_nonfinite="skip" does'
             )
         warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -499,7 +561,17 @@ class InvariantAdam(Optimizer):
     # ---------------------------------------------------------------- state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `p.grad` and the squares that one pass left; what is folded stays part of the update."""
+        """Clear `p.grad` and the squares that one pass left; refused where it would pretend to clear what is folded.
+
+        With fold="call", what went through `fold()` stays part of the update.
+        """
+        if self._fold_in == "backward" and self._open:
+            raise RuntimeError(
+                f"zero_grad() in the middle of an update: {self.kappa:g} micro-batches are folded into the moments and "
+                "cannot be taken back. Call it after step() only. To keep a backward away from these parameters, "
+                "freeze them (requires_grad_(False)) or name the others (loss.backward(inputs=...)); to drop the "
+                "update, call opt.abandon()"
+            )
         super().zero_grad(set_to_none)
         for p in self._params():
             pair.clear(p)
@@ -511,10 +583,11 @@ class InvariantAdam(Optimizer):
             param_group["decoupled_weight_decay"] = param_group.pop("decoupled")
         if self.param_groups:
             param_group["samples_seen"] = self.samples_seen
+            param_group["kappa"] = self.param_groups[0]["kappa"]
         super().add_param_group(param_group)
         try:
             checks.check_group(self.param_groups, gradients=self._fold_in == "call")
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
         self._bind(take=True)
@@ -544,8 +617,20 @@ class InvariantAdam(Optimizer):
         Adam's bias correction β^t goes on from the checkpoint's own betas. Its v is at the scale of its own batch, so
         the run is exact only if that was one micro-batch; otherwise v moves to the new scale in its half-life.
         """
-        checks.check_state(state_dict, self)
-        super().load_state_dict(state_dict)
+        loaded: list[dict[str, Any]] = []
+
+        def look(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+            checks.check_state(state_dict, optimizer)
+            loaded.append(state_dict)
+
+        last = self.register_load_state_dict_pre_hook(look)  # after the user's own, which may change the dict
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        state_dict = loaded[0]
+        for key in ("tuned_batch_size", "rule"):
+            self.defaults[key] = self.param_groups[0][key]
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for i, p in zip(ids, self._params(), strict=True):
             saved = state_dict["state"].get(i)
@@ -565,16 +650,18 @@ class InvariantAdam(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = (
-            "loss_divisor",
+            "_loss_divisor",
             "max_micro_norm",
             "_fold_in",
             "_state_dtype",
             "_on_nonfinite",
             "_open",
             "_backwards",
+            "_unfinished",
+            "_nested",
             "_expected",
             "_weight",
-            "_nested",
+            "_warned",
             "_skipped",
             "_reported",
         )
@@ -595,7 +682,9 @@ class InvariantAdam(Optimizer):
         self._open = {}
         self._begun = {}
         self._backwards = {}
-        self._expected, self._weight, self._nested = None, 1.0, False
+        self._unfinished = set()
+        self._nested = False
+        self._expected = None
 
     def _bind(self, take: bool = False) -> int:
         """Give state and a fold hook to each parameter that lacks one; return how many hooks were missing.
@@ -609,20 +698,18 @@ class InvariantAdam(Optimizer):
                 self._group_index[p] = index
                 state = self.state[p]
                 if not state:  # made eagerly: torch.distributed.checkpoint looks for it before the first step
-                    m, v = (
-                        torch.zeros_like(p, dtype=self._moment_dtype(p), requires_grad=False) for _ in "mv"
-                    )
+                    m, v = (torch.zeros_like(p, dtype=self._moment_dtype(p), requires_grad=False) for _ in "mv")
                     state |= {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v, **folding.fresh()}
-                if self._fold_in != "backward" or p in self._hooked or not p.requires_grad:
+                if p in self._hooked or not p.requires_grad:
                     continue
                 if not take and hooks.owner(p) is not None:
                     raise RuntimeError(
                         f"parameter {self._name(p)} now belongs to an InvariantAdam that was built later on the same "
-                        'parameters and folds their gradients; drop one of the two, or build both with fold="call"'
+                        "parameters; drop one of the two"
                     )
                 missing += 1
                 self._hooked.add(p)
-                hooks.own(p, self)
+                hooks.own(p, self, hook=self._fold_in == "backward")
         return missing
 
     def on_taken(self, p: Tensor) -> None:

@@ -92,7 +92,7 @@ def scale(
     True
     """
     check_hyperparameters(lr, betas, 0.0, weight_decay)
-    check_decay(lr, weight_decay)
+    decay = check_decay(lr, weight_decay)
     for name, batch in (("from_batch", from_batch), ("to_batch", to_batch)):
         if not 0 < batch < math.inf:
             raise ValueError(f"{name} must be a positive number of samples, got {batch}")
@@ -102,7 +102,9 @@ def scale(
     new_lr = lr * law.lr(rho)
     new_betas = (law.beta(betas[0], rho), law.beta(betas[1], rho))
     # λ' from 1 - η'λ' = 1 - decay; where nothing moves (η = 0) any λ' does, and λ stays.
-    new_decay = law.decay(lr * weight_decay, rho) / new_lr if new_lr else weight_decay
+    share = law.decay(decay, rho)
+    check_keep(1 - share, rule, lr, weight_decay, rho)
+    new_decay = share / new_lr if new_lr else weight_decay
     return Hyperparameters(new_lr, new_betas, new_decay)
 
 
@@ -125,12 +127,22 @@ def check_rho(rule: str, rho: float, betas: tuple[float, float], *, batch: float
             )
 
 
-def check_decay(lr: float, weight_decay: float) -> None:
-    """Refuse a decoupled decay that would flip the sign of the weights in one update."""
+def check_decay(lr: float, weight_decay: float) -> float:
+    """Return ηλ; refuse a decoupled decay that would flip the sign of the weights in one tuned update."""
     if not lr * weight_decay < 1:
         raise ValueError(
             f"lr*weight_decay must be below 1, got {lr:g}*{weight_decay:g} = {lr * weight_decay:g}: one update "
             "would turn the weights around; lower weight_decay or lr"
+        )
+    return lr * weight_decay
+
+
+def check_keep(keep: float, rule: str, lr: float, weight_decay: float, rho: float) -> None:
+    """Refuse an update whose decay would flip the sign of the weights at its own batch size."""
+    if not keep > 0:
+        raise ValueError(
+            f'rule="{rule}" decays the weights by a factor of {keep:g} at rho={rho:g} (lr={lr:g}, '
+            f'weight_decay={weight_decay:g}), which turns them around; use rule="exponential", or lower weight_decay'
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,15 +34,20 @@ class WarmupCosine:
         done = min(1.0, (samples - self.warmup) / (self.total - self.warmup))
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2
 
-    def integral(self, samples: float) -> float:
-        """Return the integral of the factor from 0 to `samples`, in closed form."""
-        rise = min(samples, self.warmup)
-        area = rise**2 / (2 * self.warmup) if self.warmup else 0.0
+    def mean(self, start: float, stop: float) -> float:
+        """Return the mean of the factor from `start` to `stop` in closed form: each piece's mean by its length."""
+        marks = [start, *(x for x in (self.warmup, self.total) if start < x < stop), stop]
+        return sum((b - a) * self._mean_of_piece(a, b) for a, b in pairwise(marks)) / (stop - start)
+
+    def _mean_of_piece(self, a: float, b: float) -> float:
+        if b <= self.warmup:
+            return (a + b) / (2 * self.warmup)
+        if a >= self.total:
+            return self.floor
         length = self.total - self.warmup
-        fall = min(max(samples - self.warmup, 0.0), length)
-        area += self.floor * fall
-        area += (1 - self.floor) / 2 * (fall + length / math.pi * math.sin(math.pi * fall / length))
-        return area + self.floor * max(samples - self.total, 0.0)
+        middle, half = math.pi * ((a + b) / 2 - self.warmup) / length, math.pi * (b - a) / (2 * length)
+        # The mean of a cosine over [x-h, x+h] is cos(x)·sin(h)/h: no difference of nearly equal integrals.
+        return self.floor + (1 - self.floor) * max(0.0, 1 + math.cos(middle) * math.sin(half) / half) / 2
 
 
 def warmup_cosine(warmup: float, total: float, *, floor: float = 0.0) -> WarmupCosine:
@@ -55,9 +63,7 @@ def warmup_cosine(warmup: float, total: float, *, floor: float = 0.0) -> WarmupC
     [0.0, 0.5, 1.0, 0.55, 0.1, 0.1]
     """
     if not 0 <= warmup < total < math.inf:
-        raise ValueError(
-            f"warmup_cosine needs 0 <= warmup < total samples, got warmup={warmup}, total={total}"
-        )
+        raise ValueError(f"warmup_cosine needs 0 <= warmup < total samples, got warmup={warmup}, total={total}")
     if not 0 <= floor <= 1:
         raise ValueError(f"floor is a factor on the learning rate in [0, 1], got {floor}")
     return WarmupCosine(float(warmup), float(total), float(floor))
@@ -66,17 +72,17 @@ def warmup_cosine(warmup: float, total: float, *, floor: float = 0.0) -> WarmupC
 def mean_factor(schedule: Callable[[float], float], start: float, stop: float) -> float:
     """Return the mean of `schedule` over the samples from `start` to `stop`.
 
-    Exact where the schedule knows its `integral`; otherwise by quadrature, exact for polynomials up to degree 15 and
-    close where a smooth schedule bends within one update.
+    Exact where the schedule has a `mean(start, stop)` of its own; otherwise by quadrature, exact for polynomials up to
+    degree 15 and close where a smooth schedule bends within one update.
 
     >>> round(mean_factor(lambda s: s**2, 0, 3), 12)
     3.0
     """
     if stop <= start:
         return schedule(start)
-    integral = getattr(schedule, "integral", None)
-    if integral is not None:
-        return float((integral(stop) - integral(start)) / (stop - start))
+    own = getattr(schedule, "mean", None)
+    if own is not None:
+        return float(own(start, stop))
     middle, half = (start + stop) / 2, (stop - start) / 2
     pairs = zip(_NODES, _WEIGHTS, strict=True)
     return sum(w * (schedule(middle - half * x) + schedule(middle + half * x)) for x, w in pairs) / 2
@@ -125,12 +131,42 @@ class SampleLambdaLR(LRScheduler):
             raise ValueError(
                 f"lr_lambda has {len(self.lr_lambdas)} schedules for {groups} parameter groups; give one, or one each"
             )
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"] = group["lr"].clone()  # one each, where groups shared it
         self._span = (optimizer.samples_seen, optimizer.samples_seen)
-        optimizer.register_update_hook(self._on_update)
         super().__init__(optimizer)
+        optimizer.register_update_hook(self._on_update)
+
+    # The optimizer holds the schedule, not the other way round: a cycle would keep a replaced optimizer alive, and
+    # its hooks on the parameters.
+    @property  # type: ignore[override]
+    def optimizer(self) -> InvariantAdam:
+        """The optimizer whose learning rates are set."""
+        found = self._optimizer()
+        if found is None:
+            raise RuntimeError("the optimizer of this schedule is gone; build a schedule for the new one")
+        return found
+
+    @optimizer.setter
+    def optimizer(self, optimizer: InvariantAdam) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_optimizer": self.optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.optimizer = state["_optimizer"]
+        self.optimizer.register_update_hook(self._on_update)  # copies of optimizers come without hooks
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rates of the update at hand, the last one between updates."""
+        if len(self.optimizer.param_groups) != len(self.base_lrs):
+            raise RuntimeError(
+                f"the optimizer has {len(self.optimizer.param_groups)} parameter groups, the schedule was built for "
+                f"{len(self.base_lrs)}; add groups first, then build the schedule"
+            )
         bases = zip(self.base_lrs, self.lr_lambdas, strict=True)
         return [float(base) * mean_factor(schedule, *self._span) for base, schedule in bases]
 
@@ -204,17 +240,42 @@ class InvariantEMA(AveragedModel):
         super().__init__(model, multi_avg_fn=self._average, use_buffers=use_buffers)
         self.register_buffer("samples", torch.tensor(optimizer.samples_seen, dtype=torch.int64))
         self.decay = decay
-        self._optimizer = optimizer
+        self._optimizer: weakref.ref[InvariantAdam] | None = weakref.ref(optimizer)
         self._keep = decay
 
     def update_parameters(self, model: nn.Module) -> None:
         """Average in the weights of `model`, by the samples seen since the last call."""
-        seen = self._optimizer.samples_seen
-        tuned = self._optimizer.tuned_batch_size or self._optimizer.micro_batch_size or 1
-        self._keep = self.decay ** ((seen - int(self.samples)) / tuned)
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                "this InvariantEMA has no optimizer to count samples with (deleted, or lost in unpickling); "
+                "build an InvariantEMA with the optimizer and load_state_dict() the old one's state"
+            )
+        seen, before = optimizer.samples_seen, int(self.samples)
+        if seen < before:
+            raise RuntimeError(
+                f"the optimizer has seen {seen} samples, this average {before}: the average was loaded, the optimizer "
+                "was not; load the optimizer's state too, or set ema.samples.fill_(opt.samples_seen) to begin a new run"
+            )
+        tuned = optimizer.tuned_batch_size or optimizer.micro_batch_size or 1
+        self._keep = self.decay ** ((seen - before) / tuned)
         self.samples.fill_(seen)
         super().update_parameters(model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_optimizer": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InvariantEMA:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_optimizer": None}, memo))
+        twin._optimizer = self._optimizer  # the same run, averaged twice
+        return twin
+
     @torch.no_grad()
     def _average(self, averages: Any, weights: Any, _: Any) -> None:
-        torch._foreach_lerp_(list(averages), list(weights), 1 - self._keep)
+        for average, weight in zip(averages, weights, strict=True):
+            if average.is_floating_point():
+                average.lerp_(weight, 1 - self._keep)
+            else:
+                average.copy_(weight)  # counters among the buffers

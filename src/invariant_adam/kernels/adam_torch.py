@@ -51,20 +51,20 @@ def _limit(dtype: torch.dtype) -> tuple[torch.dtype, float]:
     return wide, math.sqrt(torch.finfo(wide).max) / 1024  # 1.8e16 in float32
 
 
-def clip(grads: list[Tensor], max_norm: float) -> None:
-    """Scale `grads` in place so that their common norm is at most `max_norm`.
+def clip(grads: list[Tensor], max_norm: float, divisor: float = 1.0) -> list[Tensor]:
+    """Return `grads` scaled so that their common norm times `divisor` is at most `max_norm`; may write over them.
 
-    >>> g = [torch.tensor([3.0]), torch.tensor([4.0])]
-    >>> clip(g, 1.0)
-    >>> [round(x.item(), 5) for x in g]
+    Gradients of 16 bits come back in float32, where a small factor does not round to zero.
+
+    >>> [round(x.item(), 5) for x in clip([torch.tensor([3.0]), torch.tensor([4.0])], 1.0)]
     [0.6, 0.8]
     """
     device = grads[0].device
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    norm = torch.linalg.vector_norm(torch.stack([n.to(device, torch.float32) for n in norms]))
+    wide = [g.to(_limit(g.dtype)[0]) for g in grads]
+    norms = [torch.linalg.vector_norm(g).to(device, torch.float32) for g in wide]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) * divisor
     factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-    for g in grads:
-        g.mul_(factor.to(g.device, g.dtype))
+    return [g.mul_(factor.to(g.device, g.dtype)) for g in wide]
 
 
 def fold(

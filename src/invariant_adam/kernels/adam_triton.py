@@ -71,9 +71,7 @@ def _fold(
 
 
 @triton.jit
-def _fold_one(
-    g, s, m, v, n, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr, SIZE: tl.constexpr
-):
+def _fold_one(g, s, m, v, n, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr, SIZE: tl.constexpr):
     """One block of the only tensor."""
     first = tl.program_id(0).to(tl.int64) * SIZE
     at = first + tl.arange(0, SIZE)
@@ -110,9 +108,7 @@ def _step(tensors, blocks, sizes, size, eps, keep, W: tl.constexpr, SIZE: tl.con
 def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:
     """Whether these kernels can take the lists: dense tensors of equal layout and alignment, float32 moments."""
     for t, *others in zip(tensors, *moments, strict=True):
-        if t.dtype not in DTYPES or not (
-            t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
-        ):
+        if t.dtype not in DTYPES or not (t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)):
             return False
         for x in others:
             if x.dtype != torch.float32 or x.stride() != t.stride() or x.data_ptr() % 16:

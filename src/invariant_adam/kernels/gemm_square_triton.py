@@ -65,12 +65,8 @@ def _gemm_square(
                 else:
                     rows = (k * R + r + rk).to(tl.int64)
                     inside = (r + rk < R)[:, None]
-                    g = tl.load(
-                        G + rows[:, None] * M + rm[None, :], mask=inside & (rm < M)[None, :], other=0.0
-                    )
-                    x = tl.load(
-                        X + rows[:, None] * N + rn[None, :], mask=inside & (rn < N)[None, :], other=0.0
-                    )
+                    g = tl.load(G + rows[:, None] * M + rm[None, :], mask=inside & (rm < M)[None, :], other=0.0)
+                    x = tl.load(X + rows[:, None] * N + rn[None, :], mask=inside & (rn < N)[None, :], other=0.0)
                 product = tl.dot(g.trans(), x, product, input_precision=PRECISION)
             total += product
             if HAS_C:
@@ -90,14 +86,10 @@ def _gemm_square(
 
 def serves(G: Tensor, X: Tensor) -> bool:
     """Whether the kernel takes these operands: at least 16 rows per group, of one dtype of at most 32 bits."""
-    return (
-        G.shape[1] >= 16 and G.dtype == X.dtype and G.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    )
+    return G.shape[1] >= 16 and G.dtype == X.dtype and G.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def gemm_square(
-    G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | None = None
-) -> tuple[Tensor, Tensor]:
+def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | None = None) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) in float32, of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
     G, X = G.contiguous(), X.contiguous()
     kappa, rows, m = G.shape
@@ -105,18 +97,14 @@ def gemm_square(
     config = config or choose(m, n, rows, G.dtype)
     tiles = triton.cdiv(m, config.bm) * triton.cdiv(n, config.bn)
     programs = min(tiles * kappa, _multiprocessors(G.device))
-    whole = (
-        tiles * kappa % programs == 0 and tiles % programs == 0
-    )  # every block gets whole tiles: nothing is added to
+    whole = tiles * kappa % programs == 0 and tiles % programs == 0  # every block gets whole tiles: nothing is added to
     make = torch.empty if whole else torch.zeros
     D, S = (make(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
     # The hardware's tile loads ask for 16-byte rows and addresses; others go by address, masked.
     aligned = all(t.shape[2] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X))
     operands: list[Any] = [G, X]
     if aligned:
-        operands = [
-            TensorDescriptor.from_tensor(t, [1, config.bk, b]) for t, b in ((G, config.bm), (X, config.bn))
-        ]
+        operands = [TensorDescriptor.from_tensor(t, [1, config.bk, b]) for t, b in ((G, config.bm), (X, config.bn))]
     _gemm_square[(programs,)](
         *operands, c, D, S, m, n, rows, kappa, tiles, programs,
         BM=config.bm, BN=config.bn, BK=config.bk, HAS_C=c is not None, DESCRIPTORS=aligned,

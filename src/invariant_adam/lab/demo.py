@@ -31,6 +31,7 @@ from . import record
 OPTIMIZERS = ("standard", "invariant")
 TRAIN = 1536  # images; the other 261 are held out
 BETAS_AT_LARGEST = (0.9, 0.999)  # as in the paper: γ ∝ B, with the usual betas at the largest batch size
+DIVERGED = 1e3  # a training loss beyond any that guessing gives (log 10): the run has nothing to show
 STANDARD_RULES = ("square_root", "linear")  # what users of standard Adam do to its learning rate
 
 
@@ -58,9 +59,7 @@ class Settings(NamedTuple):
     def tuned(self) -> Hyperparameters:
         """The hyperparameters at the smallest batch size, where both optimizers are tuned."""
         largest = self.batch_sizes[-1]
-        betas = scale(
-            0.0, BETAS_AT_LARGEST, from_batch=largest, to_batch=self.micro_batch, rule="linear"
-        ).betas
+        betas = scale(0.0, BETAS_AT_LARGEST, from_batch=largest, to_batch=self.micro_batch, rule="linear").betas
         return Hyperparameters(self.lr, betas, 0.0)
 
     @property
@@ -113,11 +112,9 @@ def check(settings: Settings) -> Settings:
     if settings.epochs < 1:
         raise ValueError(f"--epochs must be at least 1, got {settings.epochs}")
     if settings.standard_rule not in STANDARD_RULES:
-        raise ValueError(
-            f"--standard-rule must be one of {', '.join(STANDARD_RULES)}, got {settings.standard_rule!r}"
-        )
-    if settings.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {settings.seed}")
+        raise ValueError(f"--standard-rule must be one of {', '.join(STANDARD_RULES)}, got {settings.standard_rule!r}")
+    if not 0 <= settings.seed < 2**31:
+        raise ValueError(f"--seed must be at least 0 and below 2**31, got {settings.seed}")
     return settings._replace(batch_sizes=sizes)
 
 
@@ -188,9 +185,7 @@ def train(
         piece = batch
     losses = []
     for epoch in range(settings.epochs):
-        order = torch.randperm(
-            TRAIN, generator=torch.Generator().manual_seed(1_000_003 * settings.seed + epoch)
-        )
+        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(1_000_003 * settings.seed + epoch))
         for update in order[: settings.samples_per_epoch].split(batch):
             for rows in update.split(piece):
                 F.cross_entropy(model(data.x[rows]), data.y[rows]).backward()
@@ -198,7 +193,7 @@ def train(
             opt.zero_grad()
         with torch.no_grad():
             losses.append(F.cross_entropy(model(data.x), data.y).item())
-        if not 0 < losses[-1] < math.inf:  # its logarithm is what the spread is made of
+        if not 0 < losses[-1] < DIVERGED:  # its logarithm is what the spread is made of
             raise DivergedError(
                 f"{optimizer} Adam at batch size {batch} reached a training loss of {losses[-1]} in epoch {epoch + 1}: "
                 f"--lr {settings.lr:g} is too large; use a smaller one"
@@ -281,8 +276,7 @@ def summarise(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
         "spread": spreads,
         "ratio": spreads["standard"] / spreads["invariant"] if spreads["invariant"] else None,
         "runs": [
-            {**run._asdict(), "hyperparameters": settings.at(run.optimizer, run.batch_size)._asdict()}
-            for run in runs
+            {**run._asdict(), "hyperparameters": settings.at(run.optimizer, run.batch_size)._asdict()} for run in runs
         ],
         "seconds": sum(run.seconds for run in runs),
         "provenance": record.provenance(),

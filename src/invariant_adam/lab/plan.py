@@ -101,8 +101,7 @@ def plan(
             except ValueError as error:
                 others[other] = str(error)
     half_lives = {
-        name: (half_life(betas[i], tuned_batch), half_life(scaled.betas[i], batch))
-        for i, name in enumerate("mv")
+        name: (half_life(betas[i], tuned_batch), half_life(scaled.betas[i], batch)) for i, name in enumerate("mv")
     }
     p = Plan(tuned, tuned_batch, batch, micro_batch, rule, scaled, others, half_lives, [], [])
     p.warnings.extend(_warnings(p))
@@ -145,9 +144,7 @@ def _notes(p: Plan) -> list[str]:
     if p.kappa == 1:
         found.append("one micro-batch per update: this is standard Adam at this batch size")
     if p.rule == "square_root":
-        found.append(
-            'rule="square_root" is for standard Adam; invariant Adam takes "exponential" or "linear"'
-        )
+        found.append('rule="square_root" is for standard Adam; invariant Adam takes "exponential" or "linear"')
     elif p.micro_batch < p.tuned_batch:
         found.append(
             f"values tuned with standard Adam at {p.tuned_batch} belong to --micro-batch {p.tuned_batch}; squares of "

@@ -103,9 +103,7 @@ def page(result: dict[str, Any], svg: str) -> str:
         "rules": f"invariant Adam {s['rules']['invariant']}, standard Adam {s['rules']['standard']}",
         **result["provenance"],
     }
-    listed = "\n".join(
-        f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in settings.items()
-    )
+    listed = "\n".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in settings.items())
     return PAGE.format(
         figure=_inline(svg),
         verdict=verdict(result),

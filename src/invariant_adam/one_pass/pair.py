@@ -48,8 +48,8 @@ def is_armed(p: Tensor) -> bool:
     return bool(_armed.data) and p in _armed  # asked in every fold; nearly always nothing is armed
 
 
-def subscribe(p: Tensor, taker: Callable[[Tensor], None]) -> None:
-    """Have `taker(p)` called whenever `put` completes the pair of `p`; the latest taker wins."""
+def subscribe(p: Tensor, taker: Callable[[Tensor], None] | None) -> None:
+    """Have `taker(p)` called whenever `put` completes the pair of `p`; the latest taker, or None, wins."""
     _subscribers[p] = taker
 
 
