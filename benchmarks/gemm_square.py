@@ -28,10 +28,8 @@ SHAPES = [
     (32768, 256, 3072, 768), (32768, 128, 3072, 768), (50432, 1576, 768, 768), (50432, 1576, 3072, 768),
 ]  # fmt: skip
 CONFIGS = [
-    Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 4), Config(128, 64, 64, 4, 4), Config(64, 128, 64, 4, 4),
-    Config(128, 64, 64, 8, 4), Config(128, 128, 32, 8, 5), Config(64, 64, 64, 4, 4), Config(128, 96, 64, 8, 3),
-    Config(64, 256, 64, 8, 3), Config(256, 64, 64, 8, 3), Config(128, 128, 128, 8, 2),
-]  # fmt: skip
+    Config(128, 128, 64, 8, stages, parts) for stages in (3, 4) for parts in (1, 2, 3, 4, 6, 8)
+] + [Config(128, 256, 64, 8, 3, 1), Config(64, 256, 64, 8, 3, 1), Config(128, 64, 64, 4, 4, 1), Config(128, 128, 64, 4, 3, 1)]  # fmt: skip
 
 
 def timed(work, repeats):

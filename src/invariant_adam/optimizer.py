@@ -26,6 +26,7 @@ from .diagnostics import NoiseScale, noise_scale
 from .kernels import adam as kernels
 from .one_pass import pair
 from .scaling import RULES, check_decay, check_hyperparameters, check_keep, check_rho, find_rule
+from .update import Update
 
 F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
@@ -128,15 +129,7 @@ class InvariantAdam(Optimizer):
         # Elements that were not finite and were left out, counted on their device; and those the user was told of.
         self._skipped: dict[torch.device, Tensor] = {}
         self._reported = 0
-        # The update that is open: what is folded into it; the weight of each micro-batch, by the autograd task or the
-        # fold() call that brought it; which of these have not come to their end; those inside another; κ as declared.
-        self._open: dict[Tensor, folding.Part]
-        self._begun: dict[Any, folding.Part]
-        self._backwards: dict[int, float]
-        self._unfinished: set[int]
-        self._nested: bool
-        self._expected: float | None
-        self._reset_update()
+        self._update = Update()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -171,7 +164,7 @@ class InvariantAdam(Optimizer):
     @property
     def kappa(self) -> float:
         """κ, micro-batches folded into the update that is open; a ragged one counts n/M."""
-        return max([sum(self._backwards.values()), *(part.kappa for part in self._open.values())])
+        return self._update.kappa
 
     @property
     def samples_seen(self) -> int:
@@ -205,13 +198,7 @@ class InvariantAdam(Optimizer):
         of at most κ: `step()` refuses more gradients of a parameter than that, which is how a second backward over
         the same micro-batch shows.
         """
-        checks.check_positive("kappa", kappa)
-        if self._open:
-            raise RuntimeError(
-                f"expect({kappa:g}) came after {self.kappa:g} micro-batches of this update were folded with another "
-                "expectation; call it before the first backward of the update, or drop them with opt.abandon()"
-            )
-        self._expected = float(kappa)
+        self._update.expect(kappa)
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -221,14 +208,14 @@ class InvariantAdam(Optimizer):
         an update whose weights did not move; in the very first update the moments go back to zero. Nothing of it
         counts as seen.
         """
-        for p, part in self._open.items():
+        for p, part in self._update.parts.items():
             state = self.state[p]
             if part.a is None:
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()
             else:
                 state.update(folding.close(state, part, part.a), kappa=state["kappa"])
-        self._reset_update()
+        self._update = Update()
         self.zero_grad()
 
     @contextmanager
@@ -283,7 +270,7 @@ class InvariantAdam(Optimizer):
         plain = all(pair.peek(p) is None for p in params)
         self._fold(params)
         if plain:
-            self._backwards[len(self._backwards)] = self._weight
+            self._update.count_call(self._weight)
 
     @_eager
     def on_grad(self, p: Tensor) -> None:
@@ -295,14 +282,7 @@ class InvariantAdam(Optimizer):
         if pair.peek(p) is None:
             if pair.is_armed(p):
                 return  # a mini-batch gradient, half of a pair whose square is still to come
-            task = torch._C._current_graph_task_id()
-            if task not in self._backwards:
-                # A reentrant checkpoint runs backwards of its own inside the user's; they are no micro-batches.
-                nested = hooks.inside_backward()
-                self._backwards[task] = 0.0 if nested else self._weight
-                self._nested |= nested
-                self._unfinished.add(task)
-                hooks.when_finished(self._unfinished.discard, task)
+            self._update.count_backward(self._weight)
         self._fold([p])
 
     def _fold(self, params: list[Tensor]) -> None:
@@ -313,7 +293,8 @@ class InvariantAdam(Optimizer):
                 f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
                 "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
             )
-        parts = [self._open.get(p) or self._begin(p) for p in params]  # refuses before anything changes
+        update = self._update
+        parts = [update.parts.get(p) or self._begin(p) for p in params]  # refuses before anything changes
         arrivals = [self._take(p) for p in params]
         self._condition(params, arrivals)
         buckets: dict[Any, _Bucket] = defaultdict(_Bucket)
@@ -326,7 +307,7 @@ class InvariantAdam(Optimizer):
             bucket.exp_avg_sqs.append(state["exp_avg_sq"])
             if x.square is not None:
                 bucket.squares.append(x.square)
-            self._open[p] = part
+            update.parts[p] = part
             part.keep = _ONES
             part.kappa += x.kappa
         for (keep, gain, device, *_), b in buckets.items():
@@ -347,14 +328,14 @@ class InvariantAdam(Optimizer):
             state[name] = state[name].to(p.device, self._moment_dtype(p))
         if state["debias1"] == 1.0:
             return folding.begin_free()
-        # Nearly all parameters have one history, so the scalars are computed once.
         history = (self._group_index[p], *_COUNTERS(state))
-        part = self._begun.get(history)
+        part = self._update.begun.get(history)
         if part is None:
             kappa = state["kappa"] or self._tuned / self._size
-            if self._expected is not None:  # of the whole update; of this parameter, its share in the last one
-                kappa = self._expected * (state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0)
-            part = self._begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
+            expected = self._update.expected
+            if expected is not None:  # of the whole update; of this parameter, its share in the last one
+                kappa = expected * (state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0)
+            part = self._update.begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
         return replace(part)
 
     def _take(self, p: Tensor) -> _Arrival:
@@ -438,7 +419,7 @@ class InvariantAdam(Optimizer):
         kappa = self.kappa
         for group in self.param_groups:
             group["samples_seen"], group["kappa"] = stop, kappa
-        self._reset_update()
+        self._update = Update()
         return loss
 
     def _collect(self) -> None:
@@ -452,32 +433,7 @@ class InvariantAdam(Optimizer):
         for p in params:
             if p.grad is not None:
                 raise RuntimeError(self._unfolded(p, lost))
-        if not self._open:
-            raise RuntimeError(
-                "step() found no gradient: no backward reached the parameters of this optimizer since the last step; "
-                "check that it was built on the parameters the model has now"
-            )
-        if self._unfinished:
-            raise RuntimeError(
-                "a backward of this update did not come to its end, so that some parameters were folded and some were "
-                "not; drop the update with opt.abandon() and run its micro-batches again"
-            )
-        most = max(self._open, key=lambda p: self._open[p].kappa)
-        folded, seen = self._open[most].kappa, sum(self._backwards.values())
-        if self._nested and self._expected is None and folded > seen * (1 + 1e-9):
-            raise RuntimeError(
-                f"parameter {self._name(most)} got {folded:g} gradients in {seen:g} backwards that can be told apart: "
-                "reentrant activation checkpointing is in use, which delivers the gradient of a layer used twice in "
-                "pieces, and squares of pieces are wrong. Drop the update with opt.abandon(); then use "
-                "checkpoint(..., use_reentrant=False), or, if no layer is used twice, declare opt.expect(kappa)"
-            )
-        if self._expected is not None and folded > self._expected * (1 + 1e-9):
-            raise RuntimeError(
-                f"parameter {self._name(most)} got {folded:g} gradients where expect({self._expected:g}) promised at "
-                "most that many micro-batches; a second backward over the same micro-batch counts as another one, and "
-                "so does each piece that reentrant checkpointing delivers. Drop the update with opt.abandon(); then "
-                "add the losses and call backward once, or declare the right number"
-            )
+        self._update.check_whole(self._name)
 
     def _unfolded(self, p: Tensor, lost: int) -> str:
         """Say why a gradient stands on a parameter at `step()`, where none should."""
@@ -498,7 +454,8 @@ class InvariantAdam(Optimizer):
     def _plan(self) -> list[_Move]:
         """Turn what is folded into the scalars of the step, once for all parameters that share a history."""
         alike: dict[Any, list[Tensor]] = defaultdict(list)
-        for p, part in self._open.items():
+        parts = self._update.parts
+        for p, part in parts.items():
             key = (
                 self._group_index[p],
                 part.kappa,
@@ -511,7 +468,7 @@ class InvariantAdam(Optimizer):
             alike[key].append(p)
         moves = []
         for (index, kappa, *_), params in alike.items():
-            group, state, part = self.param_groups[index], self.state[params[0]], self._open[params[0]]
+            group, state, part = self.param_groups[index], self.state[params[0]], parts[params[0]]
             lr, decay = checks.as_float(group["lr"]), group["weight_decay"]
             check_hyperparameters(lr, group["betas"], group["eps"], decay)
             betas = self._betas(group, kappa)
@@ -565,7 +522,7 @@ class InvariantAdam(Optimizer):
 
         With fold="call", what went through `fold()` stays part of the update.
         """
-        if self._fold_in == "backward" and self._open:
+        if self._fold_in == "backward" and self._update.parts:
             raise RuntimeError(
                 f"zero_grad() in the middle of an update: {self.kappa:g} micro-batches are folded into the moments and "
                 "cannot be taken back. Call it after step() only. To keep a backward away from these parameters, "
@@ -596,7 +553,7 @@ class InvariantAdam(Optimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, which `torch.optim.AdamW` loads too; refused in mid-update."""
-        if self._open:
+        if self._update.parts:
             raise RuntimeError(
                 f"state_dict() in the middle of an update: {self.kappa:g} micro-batches are folded and not stepped, "
                 "and a checkpoint cannot hold half an update; save after step(). Nothing is lost"
@@ -645,7 +602,7 @@ class InvariantAdam(Optimizer):
             state["step"] = torch.tensor(step)
             for key, value in folding.after_adam(group["betas"], step).items():
                 state.setdefault(key, value)
-        self._reset_update()
+        self._update = Update()
         self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -655,11 +612,7 @@ class InvariantAdam(Optimizer):
             "_fold_in",
             "_state_dtype",
             "_on_nonfinite",
-            "_open",
-            "_backwards",
-            "_unfinished",
-            "_nested",
-            "_expected",
+            "_update",
             "_weight",
             "_warned",
             "_skipped",
@@ -673,18 +626,9 @@ class InvariantAdam(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         if "_fold_in" in state:  # a copy or an unpickled optimizer, not load_state_dict
-            self._begun, self._hooked, self._group_index = {}, set(), {}
+            self._hooked, self._group_index = set(), {}
             self._update_hooks = OrderedDict()
             self._bind(take=True)
-
-    def _reset_update(self) -> None:
-        """Begin a new update, with nothing folded, expected or ragged."""
-        self._open = {}
-        self._begun = {}
-        self._backwards = {}
-        self._unfinished = set()
-        self._nested = False
-        self._expected = None
 
     def _bind(self, take: bool = False) -> int:
         """Give state and a fold hook to each parameter that lacks one; return how many hooks were missing.

@@ -8,8 +8,8 @@ A block owns a tile of both outputs. Its loop over rows is that of a plain weigh
 accumulator is added to one float32 tile, its square to another, and it is cleared. Same operations as the plain
 product, and no κ × o × i tensor.
 
-Work is a list of (tile, group) units cut evenly over the multiprocessors, so that few tiles or an odd number of them
-leave none idle. A tile whose groups fall to several blocks is summed by atomic additions, a whole one is stored.
+Where there are fewer tiles than multiprocessors, or a few more, the groups of a tile are cut into parts, summed by atomic
+additions.
 """
 
 from __future__ import annotations
@@ -32,56 +32,52 @@ class Config(NamedTuple):
     bk: int = 64
     warps: int = 8
     stages: int = 3
+    parts: int = 0  # into how many the groups of a tile are cut; 0: as many as fill the chip
 
 
 @triton.jit
 def _gemm_square(
-    G, X, C, D, S, M, N, R, KAPPA, TILES, PROGRAMS,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    G, X, C, D, S, M, N, R, KAPPA,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     HAS_C: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """G is (κ, R, M), X is (κ, R, N), by descriptor or address; C (κ,), D and S (M, N)."""
-    unit = (TILES * KAPPA * tl.program_id(0).to(tl.int64)) // PROGRAMS
-    end = (TILES * KAPPA * (tl.program_id(0).to(tl.int64) + 1)) // PROGRAMS
-    while unit < end:
-        tile = (unit // KAPPA).to(tl.int32)
-        first = (unit % KAPPA).to(tl.int32)
-        last = tl.minimum(KAPPA, first + (end - unit)).to(tl.int32)
-        # Neighbouring tiles share rows of G and X in the cache: walk them in bands of 8 tile rows.
-        across, down = tl.cdiv(N, BN), tl.cdiv(M, BM)
-        band = tile // (8 * across)
-        height = tl.minimum(down - 8 * band, 8)
-        m = (8 * band + tile % (8 * across) % height) * BM
-        n = (tile % (8 * across) // height) * BN
-        rm, rn, rk = m + tl.arange(0, BM), n + tl.arange(0, BN), tl.arange(0, BK)
-        total = tl.zeros((BM, BN), tl.float32)
-        squares = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(first, last, flatten=True):
-            product = tl.zeros((BM, BN), tl.float32)
-            for r in tl.range(0, R, BK):
-                if DESCRIPTORS:  # rows past the group's end come as zeros
-                    g = G.load([k, r, m]).reshape(BK, BM)
-                    x = X.load([k, r, n]).reshape(BK, BN)
-                else:
-                    rows = (k * R + r + rk).to(tl.int64)
-                    inside = (r + rk < R)[:, None]
-                    g = tl.load(G + rows[:, None] * M + rm[None, :], mask=inside & (rm < M)[None, :], other=0.0)
-                    x = tl.load(X + rows[:, None] * N + rn[None, :], mask=inside & (rn < N)[None, :], other=0.0)
-                product = tl.dot(g.trans(), x, product, input_precision=PRECISION)
-            total += product
-            if HAS_C:
-                squares += tl.load(C + k) * product * product
+    tile = tl.program_id(0)
+    first, last = KAPPA * tl.program_id(1) // PARTS, KAPPA * (tl.program_id(1) + 1) // PARTS
+    # Neighbouring tiles share rows of G and X in the cache: walk them in bands of 8 tile rows.
+    across, down = tl.cdiv(N, BN), tl.cdiv(M, BM)
+    band = tile // (8 * across)
+    height = tl.minimum(down - 8 * band, 8)
+    m = (8 * band + tile % (8 * across) % height) * BM
+    n = (tile % (8 * across) // height) * BN
+    rm, rn, rk = m + tl.arange(0, BM), n + tl.arange(0, BN), tl.arange(0, BK)
+    total = tl.zeros((BM, BN), tl.float32)
+    squares = tl.zeros((BM, BN), tl.float32)
+    for k in tl.range(first, last, flatten=True):
+        product = tl.zeros((BM, BN), tl.float32)
+        for r in tl.range(0, R, BK):
+            if DESCRIPTORS:  # rows past the group's end come as zeros
+                g = G.load([k, r, m]).reshape(BK, BM)
+                x = X.load([k, r, n]).reshape(BK, BN)
             else:
-                squares += product * product
-        at = rm.to(tl.int64)[:, None] * N + rn[None, :]
-        inside = (rm < M)[:, None] & (rn < N)[None, :]
-        if last - first == KAPPA:
-            tl.store(D + at, total, mask=inside)
-            tl.store(S + at, squares, mask=inside)
+                rows = (k * R + r + rk).to(tl.int64)
+                inside = (r + rk < R)[:, None]
+                g = tl.load(G + rows[:, None] * M + rm[None, :], mask=inside & (rm < M)[None, :], other=0.0)
+                x = tl.load(X + rows[:, None] * N + rn[None, :], mask=inside & (rn < N)[None, :], other=0.0)
+            product = tl.dot(g.trans(), x, product, input_precision=PRECISION)
+        total += product
+        if HAS_C:
+            squares += tl.load(C + k) * product * product
         else:
-            tl.atomic_add(D + at, total, mask=inside, sem="relaxed")
-            tl.atomic_add(S + at, squares, mask=inside, sem="relaxed")
-        unit += last - first
+            squares += product * product
+    at = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    inside = (rm < M)[:, None] & (rn < N)[None, :]
+    if PARTS == 1:
+        tl.store(D + at, total, mask=inside)
+        tl.store(S + at, squares, mask=inside)
+    else:
+        tl.atomic_add(D + at, total, mask=inside, sem="relaxed")
+        tl.atomic_add(S + at, squares, mask=inside, sem="relaxed")
 
 
 def serves(G: Tensor, X: Tensor) -> bool:
@@ -96,17 +92,16 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | 
     n = X.shape[2]
     config = config or choose(m, n, rows, G.dtype)
     tiles = triton.cdiv(m, config.bm) * triton.cdiv(n, config.bn)
-    programs = min(tiles * kappa, _multiprocessors(G.device))
-    whole = tiles * kappa % programs == 0 and tiles % programs == 0  # every block gets whole tiles: nothing is added to
-    make = torch.empty if whole else torch.zeros
+    parts = min(kappa, config.parts or _parts(tiles, _multiprocessors(G.device)))
+    make = torch.empty if parts == 1 else torch.zeros
     D, S = (make(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
     # The hardware's tile loads ask for 16-byte rows and addresses; others go by address, masked.
     aligned = all(t.shape[2] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X))
     operands: list[Any] = [G, X]
     if aligned:
         operands = [TensorDescriptor.from_tensor(t, [1, config.bk, b]) for t, b in ((G, config.bm), (X, config.bn))]
-    _gemm_square[(programs,)](
-        *operands, c, D, S, m, n, rows, kappa, tiles, programs,
+    _gemm_square[(tiles, parts)](
+        *operands, c, D, S, m, n, rows, kappa, PARTS=parts,
         BM=config.bm, BN=config.bn, BK=config.bk, HAS_C=c is not None, DESCRIPTORS=aligned,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         num_warps=config.warps, num_stages=config.stages,
@@ -120,6 +115,16 @@ def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
         bk = min(bk, 32)
     return Config(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk)
+
+
+def _parts(tiles: int, multiprocessors: int) -> int:
+    """The fewest parts of a tile's groups that keep at least nine tenths of the chip busy to the end, or the best."""
+
+    def busy(parts: int) -> float:
+        waves = tiles * parts / multiprocessors
+        return waves / -(-tiles * parts // multiprocessors)
+
+    return next((parts for parts in range(1, 9) if busy(parts) >= 0.9), max(range(1, 9), key=busy))
 
 
 @lru_cache

@@ -1,0 +1,93 @@
+"""The update that is open: which micro-batches came, what each parameter has of them, and whether they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, folding, hooks
+
+# Counts are sums of n/M; two that should be equal may differ by rounding.
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass
+class Update:
+    """What is folded into an update that no step has closed yet."""
+
+    parts: dict[Tensor, folding.Part] = field(default_factory=dict)
+    # Parts that begin alike, by the history they go on from: nearly all parameters share one.
+    begun: dict[Any, folding.Part] = field(default_factory=dict)
+    # Weight of each micro-batch, by the autograd task or the fold() call that brought it.
+    micro_batches: dict[int, float] = field(default_factory=dict)
+    unfinished: set[int] = field(default_factory=set)  # autograd tasks that have not come to their end
+    nested: bool = False  # a gradient came from a backward inside a backward
+    expected: float | None = None  # κ as the user declared it
+
+    @property
+    def kappa(self) -> float:
+        """κ, micro-batches so far; a ragged one counts n/M."""
+        return max([sum(self.micro_batches.values()), *(part.kappa for part in self.parts.values())])
+
+    def expect(self, kappa: float) -> None:
+        """Take the user's word for κ."""
+        checks.check_positive("kappa", kappa)
+        if self.parts:
+            raise RuntimeError(
+                f"expect({kappa:g}) came after {self.kappa:g} micro-batches of this update were folded with another "
+                "expectation; call it before the first backward of the update, or drop them with opt.abandon()"
+            )
+        self.expected = float(kappa)
+
+    def count_call(self, weight: float) -> None:
+        """Count the micro-batch of a `fold()` call."""
+        self.micro_batches[len(self.micro_batches)] = weight
+
+    def count_backward(self, weight: float) -> None:
+        """Count the backward that is running, once, whichever of its gradients asks."""
+        task = torch._C._current_graph_task_id()
+        if task in self.micro_batches:
+            return
+        # A reentrant checkpoint runs backwards of its own inside the user's; they are no micro-batches.
+        nested = hooks.inside_backward()
+        self.micro_batches[task] = 0.0 if nested else weight
+        self.nested |= nested
+        self.unfinished.add(task)
+        hooks.when_finished(self.unfinished.discard, task)
+
+    def check_whole(self, name: Callable[[Tensor], str]) -> None:
+        """Refuse an update with nothing in it, with pieces missing, or with more than there should be.
+
+        Args:
+            name: parameter -> its name in messages.
+        """
+        if not self.parts:
+            raise RuntimeError(
+                "step() found no gradient: no backward reached the parameters of this optimizer since the last step; "
+                "check that it was built on the parameters the model has now"
+            )
+        if self.unfinished:
+            raise RuntimeError(
+                "a backward of this update did not come to its end, so that some parameters were folded and some were "
+                "not; drop the update with opt.abandon() and run its micro-batches again"
+            )
+        most = max(self.parts, key=lambda p: self.parts[p].kappa)
+        folded, seen = self.parts[most].kappa, sum(self.micro_batches.values())
+        if self.nested and self.expected is None and folded > seen * _ROUNDING:
+            raise RuntimeError(
+                f"parameter {name(most)} got {folded:g} gradients in {seen:g} backwards that can be told apart: "
+                "reentrant activation checkpointing is in use, which delivers the gradient of a layer used twice in "
+                "pieces, and squares of pieces are wrong. Drop the update with opt.abandon(); then use "
+                "checkpoint(..., use_reentrant=False), or, if no layer is used twice, declare opt.expect(kappa)"
+            )
+        if self.expected is not None and folded > self.expected * _ROUNDING:
+            raise RuntimeError(
+                f"parameter {name(most)} got {folded:g} gradients where expect({self.expected:g}) promised at most "
+                "that many micro-batches; a second backward over the same micro-batch counts as another one, and so does "
+                "each piece that reentrant checkpointing delivers. Drop the update with opt.abandon(); then add the "
+                "losses and call backward once, or declare the right number"
+            )
