@@ -8,8 +8,8 @@ A block owns a tile of both outputs. Its loop over rows is that of a plain weigh
 accumulator is added to one float32 tile, its square to another, and it is cleared. Same operations as the plain
 product, and no κ × o × i tensor.
 
-Where there are fewer tiles than multiprocessors, or a few more, the groups of a tile are cut into parts, summed by atomic
-additions.
+Where there are fewer tiles than multiprocessors, or a few more, the groups of a tile are cut into parts, summed by
+atomic additions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Config(NamedTuple):
     bn: int = 128
     bk: int = 64
     warps: int = 8
-    stages: int = 3
+    stages: int = 4
     parts: int = 0  # into how many the groups of a tile are cut; 0: as many as fill the chip
 
 
@@ -95,8 +95,10 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | 
     parts = min(kappa, config.parts or _parts(tiles, _multiprocessors(G.device)))
     make = torch.empty if parts == 1 else torch.zeros
     D, S = (make(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
-    # The hardware's tile loads ask for 16-byte rows and addresses; others go by address, masked.
-    aligned = all(t.shape[2] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X))
+    # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
+    aligned = _has_tile_loads(G.device) and all(
+        t.shape[2] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X)
+    )
     operands: list[Any] = [G, X]
     if aligned:
         operands = [TensorDescriptor.from_tensor(t, [1, config.bk, b]) for t, b in ((G, config.bm), (X, config.bn))]
@@ -104,13 +106,14 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | 
         *operands, c, D, S, m, n, rows, kappa, PARTS=parts,
         BM=config.bm, BN=config.bn, BK=config.bk, HAS_C=c is not None, DESCRIPTORS=aligned,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps,
+        num_stages=_stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
     )  # fmt: skip
     return D, S
 
 
 def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
-    """The configuration for a shape."""
+    """The configuration for a shape: the measured best of `benchmarks/gemm_square.py --tune`."""
     bk = 64 if rows >= 64 else 32 if rows >= 32 else 16
     if dtype == torch.float32:
         bk = min(bk, 32)
@@ -118,13 +121,26 @@ def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
 
 
 def _parts(tiles: int, multiprocessors: int) -> int:
-    """The fewest parts of a tile's groups that keep at least nine tenths of the chip busy to the end, or the best."""
+    """Into how many parts to cut each tile's groups: rounds of the whole chip, and a little for each addition.
 
-    def busy(parts: int) -> float:
-        waves = tiles * parts / multiprocessors
-        return waves / -(-tiles * parts // multiprocessors)
+    >>> _parts(36, 132), _parts(144, 132), _parts(1024, 132)
+    (3, 6, 1)
+    """
+    return min(range(1, 9), key=lambda parts: -(-tiles * parts // multiprocessors) / parts + 0.03 * parts)
 
-    return next((parts for parts in range(1, 9) if busy(parts) >= 0.9), max(range(1, 9), key=busy))
+
+@lru_cache
+def _has_tile_loads(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache
+def _stages(device: torch.device, stage_bytes: int, wanted: int) -> int:
+    """As many pipeline stages as fit into shared memory."""
+    if device.type != "cuda":
+        return wanted
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return max(1, min(wanted, (memory - 1024) // stage_bytes))
 
 
 @lru_cache
