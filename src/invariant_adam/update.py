@@ -87,7 +87,7 @@ class Update:
         if self.expected is not None and folded > self.expected * _ROUNDING:
             raise RuntimeError(
                 f"parameter {name(most)} got {folded:g} gradients where expect({self.expected:g}) promised at most "
-                "that many micro-batches; a second backward over the same micro-batch counts as another one, as does each "
-                "piece that reentrant checkpointing delivers. Drop the update with opt.abandon(); then add the "
+                "that many micro-batches; a second backward over the same micro-batch counts as another one, as does "
+                "each piece that reentrant checkpointing delivers. Drop the update with opt.abandon(); then add the "
                 "losses and call backward once, or declare the right number"
             )

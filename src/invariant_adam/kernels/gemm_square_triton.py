@@ -92,7 +92,7 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | 
     n = X.shape[2]
     config = config or choose(m, n, rows, G.dtype)
     tiles = triton.cdiv(m, config.bm) * triton.cdiv(n, config.bn)
-    parts = min(kappa, config.parts or _parts(tiles, _multiprocessors(G.device)))
+    parts = min(kappa, config.parts or _parts(tiles, kappa * rows, _multiprocessors(G.device)))
     make = torch.empty if parts == 1 else torch.zeros
     D, S = (make(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
     # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
@@ -120,13 +120,21 @@ def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
     return Config(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk)
 
 
-def _parts(tiles: int, multiprocessors: int) -> int:
-    """Into how many parts to cut each tile's groups: rounds of the whole chip, and a little for each addition.
+def _parts(tiles: int, rows: int, multiprocessors: int) -> int:
+    """Into how many parts to cut the groups of each tile, of `rows` rows in all.
 
-    >>> _parts(36, 132), _parts(144, 132), _parts(1024, 132)
+    A part takes its share of the rows and an addition to memory, measured to cost as much as 1,280 rows; all parts
+    together take as many rounds as it needs to get through them on all multiprocessors.
+
+    >>> _parts(36, 32768, 132), _parts(144, 32768, 132), _parts(1024, 16384, 132)
     (3, 6, 1)
     """
-    return min(range(1, 9), key=lambda parts: -(-tiles * parts // multiprocessors) / parts + 0.03 * parts)
+
+    def cost(parts: int) -> float:
+        rounds = -(-tiles * parts // multiprocessors)
+        return rounds * (1 / parts + (1280 / rows if parts > 1 else 0.0))
+
+    return min(range(1, 9), key=cost)
 
 
 @lru_cache
@@ -139,10 +147,11 @@ def _stages(device: torch.device, stage_bytes: int, wanted: int) -> int:
     """As many pipeline stages as fit into shared memory."""
     if device.type != "cuda":
         return wanted
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    memory: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return max(1, min(wanted, (memory - 1024) // stage_bytes))
 
 
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return count
