@@ -92,7 +92,7 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | 
     n = X.shape[2]
     config = config or choose(m, n, rows, G.dtype)
     tiles = triton.cdiv(m, config.bm) * triton.cdiv(n, config.bn)
-    parts = min(kappa, config.parts or _parts(tiles, kappa * rows, _multiprocessors(G.device)))
+    parts = min(kappa, config.parts or _parts(tiles, _multiprocessors(G.device)))
     make = torch.empty if parts == 1 else torch.zeros
     D, S = (make(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
     # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
@@ -120,19 +120,18 @@ def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
     return Config(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk)
 
 
-def _parts(tiles: int, rows: int, multiprocessors: int) -> int:
-    """Into how many parts to cut the groups of each tile, of `rows` rows in all.
+def _parts(tiles: int, multiprocessors: int) -> int:
+    """Into how many parts to cut the groups of each tile.
 
-    A part takes its share of the rows and an addition to memory, measured to cost as much as 1,280 rows; all parts
-    together take as many rounds as it needs to get through them on all multiprocessors.
+    A part takes its share of a tile's time and, to be added to memory, 0.06 of it more (measured); all parts take as
+    many rounds as the multiprocessors need to get through them.
 
-    >>> _parts(36, 32768, 132), _parts(144, 32768, 132), _parts(1024, 16384, 132)
-    (3, 6, 1)
+    >>> _parts(36, 132), _parts(108, 132), _parts(144, 132), _parts(1024, 132)
+    (3, 1, 4, 1)
     """
 
     def cost(parts: int) -> float:
-        rounds = -(-tiles * parts // multiprocessors)
-        return rounds * (1 / parts + (1280 / rows if parts > 1 else 0.0))
+        return -(-tiles * parts // multiprocessors) * (1 / parts + (0.06 if parts > 1 else 0.0))
 
     return min(range(1, 9), key=cost)
 
@@ -147,7 +146,7 @@ def _stages(device: torch.device, stage_bytes: int, wanted: int) -> int:
     """As many pipeline stages as fit into shared memory."""
     if device.type != "cuda":
         return wanted
-    memory: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    memory: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10)
     return max(1, min(wanted, (memory - 1024) // stage_bytes))
 
 
