@@ -97,3 +97,8 @@ def clear(p: Tensor) -> None:
     for name in ("grad_sq", "grad_kappa"):
         if hasattr(p, name):
             delattr(p, name)
+
+
+def has_taker(p: Tensor) -> bool:
+    """Whether an optimizer wants the pair of `p` as soon as it is complete."""
+    return p in _subscribers
