@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import rule
+from .dispatch import dispatch, rule
 from .groups import UnsupportedUse
 from .handles import Handle, lift
 from .rules import linear_with
@@ -122,3 +122,20 @@ def multi_head_attention(
         engine, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1
     )
     return out, weights
+
+
+@rule("scaled_dot_product_attention")
+def scaled_dot_product_attention(
+    engine: Engine, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Attention with a learned bias for a mask, in plain operations: the fused kernels do not differentiate it."""
+    if any(engine.handle_of(t) is not None for t in (query, key, value)):
+        return NotImplemented
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    scores = query @ key.transpose(-1, -2)
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = dispatch(torch.add, (scores, attn_mask), {})
+    return F.dropout(scores.softmax(-1), dropout_p) @ value

@@ -8,19 +8,23 @@ the first time a model meets a shape of input it is run again with one micro-bat
     the model's outputs for other samples must be as before (nothing couples samples);
     a scalar output (a loss) must be a sum over micro-batches: f(a',b') - f(a',b) - f(a,b') + f(a,b) = 0.
 
-The runs draw the same random numbers and leave buffers and generators as they were.
+Then the gradients and squares themselves are held against a loop over micro-batches, cut from the inputs (two of them,
+where outputs can be masked to two; all, where the only output is a scalar). The runs leave buffers, random generators
+and gradients as they were.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .groups import Groups, UnsupportedUse
@@ -28,6 +32,7 @@ from .routing import sample_groups
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .handles import Entry
 
 # How far values that should be equal may differ, relative to the largest: rounding of the same sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -141,42 +146,42 @@ def _exchange(value: Any, groups: Groups, changed: tuple[int, ...]) -> tuple[Any
     return tree_map(replace, value), visible
 
 
-@contextmanager
-def _preserved(model: nn.Module) -> Iterator[None]:
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        with torch.no_grad():
-            for b, saved in buffers:
-                b.copy_(saved)
-
-
-def run(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> tuple[Probe, list[Any]]:
-    """One recorded forward."""
-    engine.probe, engine.uses = Probe(engine.groups), {}
+def run(
+    engine: Engine, model: nn.Module, args: Any, kwargs: Any, then: Callable[[list[Any]], Any] | None = None
+) -> tuple[Probe, Any]:
+    """One recorded forward: its record and its outputs, or what `then` makes of them before buffers are restored."""
+    probe = engine.probe = Probe(engine.groups)
+    engine.uses = {}
     for entry in engine.entries.values():
         entry.shared = None
     devices = sorted({e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda})
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
         with torch.random.fork_rng(devices=devices):
-            out = model(*args, **kwargs)
-        return engine.probe, leaves_of(out)
+            outputs = leaves_of(model(*args, **kwargs))
+            return probe, outputs if then is None else then(outputs)
     finally:
         engine.probe = None
         with torch.no_grad():
             for b, saved in buffers:
-                b.copy_(saved)
+                if not torch.equal(b, saved):
+                    b.copy_(saved)
 
 
 def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a check holds for: the shapes of the inputs and the modes of the modules."""
+    """What a check holds for: the mini-batch, the modes, and how the inputs' sizes relate to the mini-batch.
+
+    Sequences of another length are not checked again unless their length is a multiple of B: only then could a
+    dimension be taken for the batch that was not before.
+    """
+    batch = engine.groups.batch
     shapes = tuple(
-        tuple(t.shape) if isinstance(t, Tensor) else str(type(t)) for t in tree_leaves((args, kwargs))
+        tuple(n if n in (batch, 1) else batch * 2 if n % batch == 0 else 0 for n in t.shape)
+        if isinstance(t, Tensor)
+        else str(type(t))
+        for t in tree_leaves((args, kwargs))
     )
-    return shapes, engine.groups.batch, model.training
+    return shapes, batch, tuple(m.training for m in model.modules())
 
 
 def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: bool = True) -> None:
@@ -187,11 +192,14 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
         return
     groups = engine.groups
     last = groups.kappa - 1
-    with _preserved(model):
+    ghosts = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+    with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
             base, outputs = run(engine, model, args, kwargs)
             uses = dict(engine.uses)
             _find_leaks(engine, outputs)
+            if not ghosts:
+                _compare_forward(engine, model, args, kwargs, outputs)
             settled = True
             for k in {0, last}:
                 (a, kw), visible = _exchange((args, kwargs), groups, (k,))
@@ -208,10 +216,27 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
         if additive:
             _check_additive(engine, model, args, kwargs, outputs)
-    for entry in engine.entries.values():
-        entry.tied = entry.tied or uses.get(entry.name, 0) > 1
+        for entry in engine.entries.values():
+            entry.tied = entry.tied or uses.get(entry.name, 0) > 1
+        if not engine.compilable:
+            check_gradients(engine, model, args, kwargs)
     engine.checked.add(key)
     engine.compilable = True
+
+
+def _compare_forward(
+    engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]
+) -> None:
+    """The forward through the rules must be the model's own (batch norm apart, whose statistics change)."""
+    with _plainly(engine):
+        _, plain = run(engine, model, args, kwargs)
+    for a, b in zip(outputs, plain, strict=False):
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and not _close(a, b, slack=100):
+            raise UnsupportedUse(
+                "the model's forward in one_pass differs from its own: an operation writes over a value made from "
+                "parameters, or an operation's rule does not cover its use; please report it, and loop over "
+                "micro-batches"
+            )
 
 
 def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bool:
@@ -344,3 +369,165 @@ def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
             if parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
+
+
+def _cut(value: Any, groups: Groups, k: int) -> Any:
+    """Micro-batch k of the inputs."""
+    lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
+
+    def cut(t: Any) -> Any:
+        if isinstance(t, Tensor) and t.ndim > groups.axis and t.shape[groups.axis] == groups.batch:
+            return t.detach().narrow(groups.axis, lo, hi - lo)
+        return t
+
+    return tree_map(cut, value)
+
+
+def _outputs(outputs: list[Any]) -> list[Tensor]:
+    return [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+
+
+def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Hold the gradients and squares of every parameter against a loop over micro-batches.
+
+    A model that draws random numbers is held against it in eval mode: the loop would draw others.
+    """
+    small = _cut((args, kwargs), engine.groups, 0)
+    try:
+        with _plainly(engine):
+            first = _outputs(run(engine, model, *small)[1])
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(torch.initial_seed() + 1)
+                second = _outputs(run(engine, model, *small)[1])
+    except Exception as error:
+        raise UnsupportedUse(
+            "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
+            f"({error}); give every batched input the batch in batch_dim, or pass check=False"
+        ) from error
+    still = all(_close(a, b) for a, b in zip(first, second, strict=False))
+    try:
+        with nullcontext() if still else _evaluating(model):
+            _hold_against_loop(engine, model, args, kwargs)
+    except RuntimeError as error:
+        # Reentrant checkpoints cannot be differentiated to chosen leaves; arrivals are still counted in backward.
+        if "use_reentrant" not in str(error):
+            raise
+
+
+def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+    groups = engine.groups
+    entries = list(engine.entries.values())
+    params, companions = [e.param for e in entries], [e.companion for e in entries]
+    full = _outputs(run(engine, model, args, kwargs)[1])
+    batched = any(groups.batch in o.shape for o in full)
+    kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
+    with _plainly(engine):
+        small = _outputs(run(engine, model, *_cut((args, kwargs), groups, 0))[1])
+    if len(small) != len(full):
+        raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
+    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a scalar.
+    generator = torch.Generator().manual_seed(0)
+    seeds: list[Tensor] = []
+    axes: list[int | None] = []
+    for o, piece in zip(full, small, strict=True):
+        rows = min(groups.micro, groups.batch)
+        where = [
+            d for d, n in enumerate(o.shape)
+            if n == groups.batch and piece.shape == (*o.shape[:d], rows, *o.shape[d + 1 :])
+        ]  # fmt: skip
+        axes.append(where[0] if where else None)
+        seed = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)
+        if not where:  # not samples: the loss, where there is nothing else
+            seed = torch.ones_like(o) if o.ndim == 0 and not batched else torch.zeros_like(o)
+        seeds.append(seed)
+    if not any(bool(s.any()) for s in seeds):
+        return
+    c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()
+    wants: list[Any] = [None] * len(entries)
+    squares: list[Any] = [None] * len(entries)
+    for k in kept:
+        lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
+        cut = [s if d is None else s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
+        with _plainly(engine):
+            grads = _grad(engine, model, *_cut((args, kwargs), groups, k), params, cut)
+        # A scalar is the micro-batch's own mean, of which the mini-batch's holds the share W_k/W = 1/(κ c_k).
+        share = 1.0 if batched else (1 / (groups.kappa * c[k]) if c[k] else 0.0)
+        for i, g in enumerate(grads):
+            if g is not None:
+                s = share * g.double()
+                wants[i] = s if wants[i] is None else wants[i] + s
+                square = c[k] * s.square()
+                squares[i] = square if squares[i] is None else squares[i] + square
+    for s, d in zip(seeds, axes, strict=True):
+        if d is not None:
+            ids = sample_groups(groups, groups.batch, s.device)
+            left_out = torch.tensor([k not in kept for k in range(groups.kappa)], device=s.device)
+            s.movedim(d, 0)[left_out[ids]] = 0
+    got = _grad(engine, model, args, kwargs, params + companions, seeds)
+    for entry in entries:
+        entry.arrived, entry.shared = 0, None
+    _compare_gradients(entries, got, wants, squares)
+
+
+@contextmanager
+def _plainly(engine: Engine) -> Iterator[None]:
+    """Every operation runs as it is."""
+    engine.single = True
+    try:
+        yield
+    finally:
+        engine.single = False
+
+
+def _grad(
+    engine: Engine, model: nn.Module, args: Any, kwargs: Any, leaves: list[Tensor], seeds: list[Tensor]
+) -> list[Tensor | None]:
+    def differentiate(outputs: list[Any]) -> list[Tensor | None]:
+        engine.probe = None  # checkpoints recompute their forward in here
+        # Edges instead of parameters, which would send the whole backward through `dispatch`.
+        with torch._C.DisableTorchFunctionSubclass():
+            edges = [get_gradient_edge(t) for t in leaves]
+        return list(torch.autograd.grad(_outputs(outputs), edges, seeds, allow_unused=True))
+
+    result: list[Tensor | None] = run(engine, model, args, kwargs, differentiate)[1]
+    return result
+
+
+def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], squares: list[Any]) -> None:
+    """Every parameter's gradient and square, with a tolerance for sums in another order."""
+    largest = max([float(w.abs().max()) for w in wants if w is not None and w.numel()] or [0.0])
+    wrong = []
+    for i, entry in enumerate(entries):
+        want, square = wants[i], squares[i]
+        if want is None or not want.numel():
+            continue
+        reduced = torch.is_autocast_enabled(entry.param.device.type)
+        exact = {torch.float64: 1e-7, torch.float32: 2e-3}
+        tolerance = 5e-2 if reduced else exact.get(entry.param.dtype, 5e-2)
+        grad, sq = got[i], got[i + len(entries)]
+        scale = max(float(want.abs().max()), 1e-3 * largest)
+        for kind, a, b, size in (("gradient", grad, want, scale), ("square", sq, square, scale**2)):
+            difference = float("inf") if a is None else float((a.double() - b).abs().max())
+            if size and not difference <= tolerance * size:
+                wrong.append(
+                    f"{entry.name}: its {kind} is off by {difference / size:.1g} of the largest (through "
+                    f"{', '.join(sorted(entry.operations)) or 'an operation that torch does not show'})"
+                )
+                break
+    if wrong:
+        raise UnsupportedUse(
+            "one pass and the loop over micro-batches disagree on this model:\n  " + "\n  ".join(wrong) + "\nEither "
+            "samples of different micro-batches influence each other, or an operation is not covered; loop over "
+            "micro-batches"
+        )

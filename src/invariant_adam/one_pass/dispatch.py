@@ -7,6 +7,7 @@ operation that treats samples alike, at the price of κ gradients of that parame
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,38 +57,47 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 PLAIN = frozenset(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex element_size detach item "
     "tolist data_ptr storage_offset get_device requires_grad_ register_hook retain_grad backward __len__ __repr__ "
-    "__format__ __hash__ __bool__ __set__ __delete__ type is_same_size is_pinned has_names numpy cpu_data "
-    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
-    "equal is_shared __deepcopy__ untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view is_inference "
-    "is_sparse is_conj is_neg is_signed __contains__ _make_subclass as_subclass dim_order".split()
-)
+    "__format__ __hash__ __bool__ __set__ __delete__ is_same_size is_pinned has_names numpy zeros_like ones_like "
+    "empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor equal is_shared "
+    "__deepcopy__ untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view is_inference is_conj is_neg "
+    "is_signed __contains__ dim_order __reduce_ex__ __array__".split()
+) | {
+    # Every property but those that compute a value.
+    name
+    for name in dir(Tensor)
+    if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")
+    and name not in ("T", "H", "mT", "mH", "real", "imag")
+}
 # Operations that send each element to one place at most: the squares take the same way.
 STRUCTURAL = frozenset(
     "view reshape t transpose permute unsqueeze squeeze flatten unflatten contiguous narrow select chunk split unbind "
-    "movedim moveaxis swapaxes swapdims T mT __getitem__ clone tensor_split view_as reshape_as split_with_sizes "
+    "movedim moveaxis swapaxes swapdims T mT H mH __getitem__ clone tensor_split view_as reshape_as split_with_sizes "
     "__iter__ ravel adjoint".split()
 )
 # Conversions: the squares keep their own dtype.
-CONVERSIONS = frozenset("to float double half bfloat16 type_as cuda cpu".split())
+CONVERSIONS = frozenset("to float double half bfloat16 type type_as cuda cpu".split())
 # Operations whose tensor arguments line up from the right, so that a size of B under the batch is the batch.
 ALIGNED = frozenset(
     "add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ "
     "__truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where lerp addcmul maximum minimum pow __pow__ "
     "__rpow__ scaled_dot_product_attention dstack hstack atan2 remainder __mod__".split()
 )
+# The same for all but the last two dimensions.
+PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())
 IN_PLACE = {
     "__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_": torch.sub,
     "__imul__": torch.mul, "mul_": torch.mul, "__itruediv__": torch.div, "div_": torch.div,
 }  # fmt: skip
+# Every other operation that writes in place. A set, because a compiled trace cannot look into a name.
+WRITERS = frozenset(
+    ["__setitem__", *(n for n in dir(Tensor) if n[-1] == "_" and n[-2] != "_"), *(n for n in dir(Tensor) if n[:3] == "__i" and n[3:-2] in dir(operator))]
+) - {"__init__", "__invert__", "__index__", "__int__"}
 
 
 def operation(func: Any) -> str:
     """The name of a torch function; a property's own name for its getter."""
     name: str = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        name = func.__self__.__name__
-        return name if name in ("T", "mT") else "size"
-    return name
+    return func.__self__.__name__ if name == "__get__" else name
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,11 +123,13 @@ def fallback(
     """Any operation without a rule of its own, or used in a way its rule does not cover."""
     if name in IN_PLACE and isinstance(args[0], Tensor) and engine.handle_of(args[0]) is None:
         return args[0].copy_(dispatch(IN_PLACE[name], args, kwargs))
+    if kwargs.get("inplace"):
+        kwargs = {**kwargs, "inplace": False}  # the value belongs to the parameters, not to this operation
     leaves, spec = tree_flatten((args, kwargs))
     handles = [engine.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
     held = [h for h in handles if h is not None]
     names = engine.names(held)
-    if name.endswith("_") and not name.endswith("__") or name == "__setitem__" or "out" in kwargs:
+    if name in WRITERS or "out" in kwargs:
         raise UnsupportedUse(
             f"{names} goes through {name}, which writes in place; one_pass follows values only: "
             f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[i] = p)"
@@ -210,7 +222,7 @@ def _per_group(
 ) -> Any:  # fmt: skip
     """One call per group under vmap, with the parameters' own copy for each."""
     groups = engine.groups
-    axis, ndim = _batch_axis(engine, name, names, leaves, batched)
+    axis, ndim, size = _batch_axis(engine, name, names, leaves, batched)
     tags = [None if h is None else engine.grouped(h) for h in handles]
     stacked = {
         i: groups.stack(a, engine.axis_of(a))
@@ -222,7 +234,7 @@ def _per_group(
         inputs = []
         for i, (h, tag) in enumerate(zip(handles, tags, strict=True)):
             if h is not None:
-                inputs.append(_own_copy(groups, name, h, tag, part, axis, ndim))
+                inputs.append(_own_copy(groups, name, h, tag, part, axis, ndim, size))
             elif batched[i]:
                 x = stacked[i][p]
                 a = engine.axis_of(leaves[i])
@@ -255,9 +267,9 @@ def _per_group(
 
 def _batch_axis(
     engine: Engine, name: str, names: str, leaves: list[Any], batched: list[bool]
-) -> tuple[int, int]:
-    """The batch dimension, and the number of dimensions, of the batched argument of most dimensions."""
-    best = (0, -1)
+) -> tuple[int, int, int]:
+    """The batch dimension, the number of dimensions and the size at it, of the batched argument of most dimensions."""
+    best = (0, -1, 0)
     for a, b in zip(leaves, batched, strict=True):
         if b:
             axis = engine.axis_of(a)
@@ -267,22 +279,23 @@ def _batch_axis(
                     f"the batch of {engine.groups.batch}; keep the batch in dimension {engine.groups.axis}"
                 )
             if a.ndim > best[1]:
-                best = (axis, a.ndim)
+                best = (axis, a.ndim, a.shape[axis])
     return best
 
 
 def _own_copy(
-    groups: Groups, name: str, h: Handle, tag: Tensor, part: Any, axis: int, ndim: int
+    groups: Groups, name: str, h: Handle, tag: Tensor, part: Any, axis: int, ndim: int, size: int
 ) -> Tensor:
     """The copies of a lifted value for the groups of one part, cut to the samples of each where it spans the batch."""
     under = axis - (ndim - h.value.ndim)
-    if name in ALIGNED and under >= 0 and h.value.shape[under] == groups.batch > 1:
-        m = (part.last - part.first) // (part.hi - part.lo)
-        if h.resize is not None:
+    aligned = name in ALIGNED or (name in PRODUCTS and under < h.value.ndim - 2)
+    if aligned and under >= 0 and h.value.shape[under] == size > 1:
+        times = size // groups.batch
+        m = (part.last - part.first) // (part.hi - part.lo) * times
+        if h.resize is not None and times == 1:
             return h.resize(part.lo, part.hi, m)
-        own = [
-            tag[k].narrow(under, part.first + (k - part.lo) * m, m) for k in range(part.lo, part.hi)
-        ]
+        first = part.first * times
+        own = [tag[k].narrow(under, first + (k - part.lo) * m, m) for k in range(part.lo, part.hi)]
         return torch.stack(own)
     return tag[part.lo : part.hi]
 

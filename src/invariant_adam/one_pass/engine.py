@@ -98,8 +98,8 @@ class Engine:
                 if entry.shared is None:
                     self.share(entry)
                 assert entry.shared is not None
-                return Handle(entry.param.detach(), entry.shared, True, entry)
-            return Handle(entry.param, entry.companion, False, entry)
+                return Handle(t.detach(), entry.shared, True, entry)
+            return Handle(t, entry.companion, False, entry)
         return None
 
     def share(self, entry: Entry) -> None:

@@ -46,6 +46,11 @@ def deliver(
     return dW, S
 
 
+def owned(y: Tensor) -> Tensor:
+    """y as no view of anything: autograd forbids writing in place over a view that a Function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]
+
+
 def _same(t: Tensor) -> Tensor:
     return t
 
@@ -80,10 +85,7 @@ class Linear(Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, w)
         ctx.groups, ctx.axis, ctx.flip, ctx.hw, ctx.hb = groups, axis, flip, hw, hb
-        if flip:
-            y = x @ w
-            return y if b is None else y + b
-        return F.linear(x, w, b)
+        return owned(x @ w if b is None else x @ w + b) if flip else owned(F.linear(x, w, b))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -119,10 +121,7 @@ class RoutedLinear(Function):
         ctx.save_for_backward(x, w, ids)
         ctx.groups, ctx.flip, ctx.hw, ctx.hb = groups, flip, hw, hb
         ctx.group_ids = ids  # read by routing.group_ids further down the graph
-        if flip:
-            y = x @ w
-            return y if b is None else y + b
-        return F.linear(x, w, b)
+        return owned(x @ w if b is None else x @ w + b) if flip else owned(F.linear(x, w, b))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -203,7 +202,7 @@ class Embedding(Function):
         ctx.save_for_backward(ids)
         ctx.padding, ctx.groups, ctx.axis, ctx.handle = padding, groups, axis, handle
         ctx.rows, ctx.dtype = w.shape[0], w.dtype
-        return F.embedding(ids, w)
+        return owned(F.embedding(ids, w))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
