@@ -16,7 +16,7 @@ from torch import Tensor
 CHUNK_BYTES = 8 << 20
 # Rows per group up to which the square is expanded into pairs of rows: above, forming each product is cheaper
 # (docs/one_pass.md has the measured crossing).
-PAIR_ROWS = 3
+PAIR_ROWS = 4
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,12 +60,11 @@ class Patch:
         del self.module.forward
 
 
-def patch(model: nn.Module, engine: Engine) -> list[Patch]:
+def patches(model: nn.Module, engine: Engine) -> Iterator[Patch]:
     """Give train-mode batch norms without a trainable weight or bias their ghost forward.
 
     Those with one are seen through it; these touch no parameter, so no operation of theirs would be.
     """
-    patches = []
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or not (module.training or module.running_mean is None):
             continue
@@ -80,8 +79,7 @@ def patch(model: nn.Module, engine: Engine) -> list[Patch]:
                 f"{name} is a {type(module).__name__} without a trainable weight and with a forward of its own; "
                 "put it in eval mode, or make its weight trainable"
             )
-        patches.append(Patch(module, _ghost_forward(module, engine)))
-    return patches
+        yield Patch(module, _ghost_forward(module, engine))
 
 
 def _ghost_forward(module: _BatchNorm, engine: Engine) -> Callable[[Tensor], Tensor]:

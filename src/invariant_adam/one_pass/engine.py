@@ -258,8 +258,22 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 raise UnsupportedUse(
                     f"{entry.name} is a {type(entry.param).__name__}; one_pass follows torch.nn.Parameter only"
                 )
+        try:
+            self._open(entries)
+        except BaseException:
+            self._restore()
+            for entry, before in zip(self.armed, self.before, strict=True):
+                entry.param.grad = before
+            self.armed = []
+            raise
+        State.engine = engine
+        return self
+
+    def _open(self, entries: list[Entry]) -> None:
+        engine = self.engine
         for entry in entries:
             p = entry.param
+            self.armed.append(entry)
             self.before.append(p.grad)
             p.grad = None
             entry.companion.grad = None
@@ -270,16 +284,14 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             pair.arm(p)
             if pair.has_taker(p):
                 self._watch(entry)
-        self.armed = entries
         self.undo.append(
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         )
-        self.undo += batch_norm.patch(self.model, engine)
+        for patch in batch_norm.patches(self.model, engine):
+            self.undo.append(patch)
         engine.known = engine.single = False
         if self.batch_size is not None:
             self._divide(self.batch_size)
-        State.engine = engine
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -101,7 +101,9 @@ class Linear(Function):
             pairs = list(zip(Xs, Gs) if ctx.flip else zip(Gs, Xs))  # noqa: B905
             dW, S = deliver(groups, ctx.hw, pairs, gemm_square, gemm_groups)
         if ctx.hb is not None and ctx.needs_input_grad[4]:
-            db, Sb = deliver_sums(groups, ctx.hb, [G.sum(1) for G in Gs])
+            db, Sb = deliver_sums(
+                groups, ctx.hb, [G[:, 0] if G.shape[1] == 1 else G.sum(1) for G in Gs]
+            )
         return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 5
 
 
