@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python benchmarks/one_pass.py
 
-Times are medians of interleaved rounds, as ratios to a plain forward and backward of the same round. Memory is the
-growth of the peak resident size over one call, in a fresh process for each cell. Every method's gradients and squares
-are held against the loop; a method that misses parameters or differs by more than 1e-3 is not exact.
+Times are medians of interleaved rounds, as ratios to a plain forward and backward of the same
+round. Memory is the growth of the peak resident size over one call, in a fresh process for each
+cell. Every method's gradients and squares are held against the loop; a method that misses
+parameters or differs by more than 1e-3 is not exact.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, V: int = 1000, d: int = 256, T: int = 128, layers: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self, V: int = 1000, d: int = 256, T: int = 128, layers: int = 4, heads: int = 4
+    ) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(V, d), nn.Embedding(T, d)
         self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
@@ -70,7 +73,9 @@ def build(net: str) -> tuple[nn.Module, Tensor, Tensor, int]:
     """The model, inputs, targets and rows per sample."""
     torch.manual_seed(0)
     if net == "mlp":
-        model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+        model = nn.Sequential(
+            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+        )
         return model, torch.randn(256, 784), torch.randint(10, (256,)), 1
     if net == "cnn":
         sizes = ((3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1))
@@ -88,7 +93,8 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 
 
 def prepare(method: str, net: str, M: int, check: bool = True) -> Callable[[], Pairs | None] | None:
-    """A function that runs one step and returns {name: (mean g, mean g²)}; None where the method has no such case."""
+    """A function that runs one step and returns {name: (mean g, mean g²)}; None where the method
+    has no such case."""
     model, x, y, _ = build(net)
     B = len(x)
     kappa = B // M
@@ -122,7 +128,9 @@ def prepare(method: str, net: str, M: int, check: bool = True) -> Callable[[], P
 
     if method == "vmap":
         detached = {n: p.detach() for n, p in zip(names, params, strict=True)}
-        gradient = torch.func.grad(lambda p, a, b: loss_of(torch.func.functional_call(model, p, (a,)), b))
+        gradient = torch.func.grad(
+            lambda p, a, b: loss_of(torch.func.functional_call(model, p, (a,)), b)
+        )
         each = torch.func.vmap(gradient, in_dims=(None, 0, 0), randomness="different")
         xs, ys = x.view(kappa, M, *x.shape[1:]), y.view(kappa, M, *y.shape[1:])
 
@@ -223,7 +231,14 @@ def run(rounds: int = 15, memory: bool = True, nets: tuple[str, ...] = NETS) -> 
                         result = None if step is None else step()
                         first = time.perf_counter() - first
                     except Exception as error:
-                        cells.append({"net": net, "M": M, "method": method, "error": f"{type(error).__name__}: {error}"[:200]})
+                        cells.append(
+                            {
+                                "net": net,
+                                "M": M,
+                                "method": method,
+                                "error": f"{type(error).__name__}: {error}"[:200],
+                            }
+                        )
                         continue
                 if step is None:
                     continue
@@ -233,7 +248,8 @@ def run(rounds: int = 15, memory: bool = True, nets: tuple[str, ...] = NETS) -> 
             times: dict[str, list[float]] = {m: [] for m in steps}
             shuffle = random.Random(0)
             for _ in range(rounds):
-                # In another order each round: a method that frees a gigabyte slows whoever comes next.
+                # In another order each round: a method that frees a gigabyte slows whoever comes
+                # next.
                 for method in shuffle.sample(list(steps), len(steps)):
                     step = steps[method][0]
                     with warnings.catch_warnings():
@@ -244,17 +260,26 @@ def run(rounds: int = 15, memory: bool = True, nets: tuple[str, ...] = NETS) -> 
             for method, (_, wrong, missing, first) in steps.items():
                 ratios = [t / p for t, p in zip(times[method], times["plain"], strict=True)]
                 cell = {
-                    "net": net, "M": M, "rows_per_group": M * rows, "method": method,
-                    "ms": 1e3 * statistics.median(times[method]), "ratio": statistics.median(ratios),
-                    "first_call_ms": 1e3 * first, "error": None if method == "plain" else wrong, "missing": missing,
+                    "net": net,
+                    "M": M,
+                    "rows_per_group": M * rows,
+                    "method": method,
+                    "ms": 1e3 * statistics.median(times[method]),
+                    "ratio": statistics.median(ratios),
+                    "first_call_ms": 1e3 * first,
+                    "error": None if method == "plain" else wrong,
+                    "missing": missing,
                     "exact": method != "plain" and missing == 0 and wrong < 1e-3,
-                }  # fmt: skip
+                }
                 if memory:
                     cell["peak_mb"] = _fresh(net, method, M)
                 cells.append(cell)
                 print(_line(cell), flush=True)
     return {
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
         "versions": {
             "python": platform.python_version(),
             **{p: _version(p) for p in ("torch", "backpack-for-pytorch", "opacus")},
@@ -262,7 +287,7 @@ def run(rounds: int = 15, memory: bool = True, nets: tuple[str, ...] = NETS) -> 
         "date": datetime.now(timezone.utc).date().isoformat(),
         "rounds": rounds,
         "cells": cells,
-    }  # fmt: skip
+    }
 
 
 def _version(package: str) -> str | None:
@@ -274,7 +299,10 @@ def _version(package: str) -> str | None:
 
 def _fresh(net: str, method: str, M: int) -> float | None:
     out = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--peak", net, method, str(M)], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", __file__, "--peak", net, method, str(M)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return float(out.stdout.split()[-1]) if out.returncode == 0 else None
 
@@ -282,8 +310,10 @@ def _fresh(net: str, method: str, M: int) -> float | None:
 def _line(cell: dict) -> str:
     mb = cell.get("peak_mb")
     return (
-        f"{cell['net']:4} M={cell['M']:<3} {cell['method']:9} {cell['ms']:9.1f} ms {cell['ratio']:7.2f} x  "
-        f"{'' if mb is None else f'{mb:7.0f} MB'}  {'exact' if cell['exact'] else '' if cell['method'] == 'plain' else 'not exact'}"
+        f"{cell['net']:4} M={cell['M']:<3} {cell['method']:9} {cell['ms']:9.1f} ms "
+        f"{cell['ratio']:7.2f} x  "
+        f"{'' if mb is None else f'{mb:7.0f} MB'}  "
+        f"{'exact' if cell['exact'] else '' if cell['method'] == 'plain' else 'not exact'}"
     )
 
 
@@ -293,7 +323,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--nets", nargs="+", default=list(NETS))
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "one_pass_cpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "one_pass_cpu.json"
+    )
     args = parser.parse_args()
     if args.peak:
         torch.set_num_threads(2)

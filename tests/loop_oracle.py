@@ -25,7 +25,9 @@ def cut(batch: tuple, lo: int, hi: int, dims: dict[int, int] | int = 0) -> tuple
 
 def loop(model: nn.Module, batch: tuple, loss: Loss, M: int, B: int, dims=0):
     """{name: (mean g, mean g²)} with a ragged last micro-batch weighing n/M."""
-    names, params = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True)
+    names, params = zip(
+        *[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True
+    )
     total = [torch.zeros_like(p) for p in params]
     square = [torch.zeros_like(p, dtype=torch.float64) for p in params]
     seen = [False] * len(params)
@@ -33,7 +35,9 @@ def loop(model: nn.Module, batch: tuple, loss: Loss, M: int, B: int, dims=0):
     for lo in range(0, B, M):
         hi = min(lo + M, B)
         w = (hi - lo) / M
-        grads = torch.autograd.grad(loss(model, cut(batch, lo, hi, dims)), params, allow_unused=True)
+        grads = torch.autograd.grad(
+            loss(model, cut(batch, lo, hi, dims)), params, allow_unused=True
+        )
         for i, g in enumerate(grads):
             if g is not None:
                 seen[i] = True
@@ -41,20 +45,31 @@ def loop(model: nn.Module, batch: tuple, loss: Loss, M: int, B: int, dims=0):
                 square[i] += w * g.double() ** 2
         weight += w
     return {
-        n: (t / weight, s / weight) for n, t, s, ok in zip(names, total, square, seen, strict=True) if ok
+        n: (t / weight, s / weight)
+        for n, t, s, ok in zip(names, total, square, seen, strict=True)
+        if ok
     }
 
 
 def error(got: Tensor, want: Tensor, floor: float) -> float:
-    """The largest difference relative to the largest value, or to `floor` where all should vanish."""
+    """The largest difference relative to the largest value, or to `floor` where all should
+    vanish."""
     scale = max(want.abs().max().item(), floor, 1e-300)
     return (got.double() - want.double()).abs().max().item() / scale
 
 
 def assert_exact(
-    model: nn.Module, batch: tuple, loss: Loss, M: int, *, B: int | None = None, tol=1e-10, dims=0, run=None,
+    model: nn.Module,
+    batch: tuple,
+    loss: Loss,
+    M: int,
+    *,
+    B: int | None = None,
+    tol=1e-10,
+    dims=0,
+    run=None,
     **options,
-) -> None:  # fmt: skip
+) -> None:
     """One pass over `batch` equals the loop in gradients, squares, κ and buffers."""
     B = batch[0].shape[0] if B is None else B
     judge = copy.deepcopy(model)
@@ -65,7 +80,8 @@ def assert_exact(
             del p.grad_sq
     with one_pass(run if run is not None else model, M, **options):
         loss(run if run is not None else model, batch).backward()
-    # A gradient that is zero in exact arithmetic (a bias before a batch norm) is rounding noise in both.
+    # A gradient that is zero in exact arithmetic (a bias before a batch norm) is rounding noise in
+    # both.
     floor = 1e-4 * max(g.abs().max().item() for g, _ in want.values())
     for name, p in model.named_parameters():
         assert type(p) is nn.Parameter

@@ -1,4 +1,5 @@
-"""The context manager: what it leaves, what it restores, what it refuses, and what it works with."""
+"""The context manager: what it leaves, what it restores, what it refuses, and what it works
+with."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TRACING = pytest.mark.filterwarnings("default")
 
 
 class Net(nn.Module):
-    """Attention, a tied head, a raw linear, a raw product and a raw position table, with checkpoints on request."""
+    """Attention, a tied head, a raw linear, a raw product and a raw position table, with
+    checkpoints on request."""
 
     def __init__(self, reentrant: bool | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -38,7 +40,11 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.emb(ids) + self.pos[: ids.shape[1]]
-        x = self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        x = (
+            self.body(x)
+            if self.reentrant is None
+            else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        )
         return self.head(x @ self.mm)
 
 
@@ -124,10 +130,14 @@ def test_compile_is_one_graph_without_recompiles(batch, reentrant: bool | None) 
 @TRACING
 def test_compile_batch_norm() -> None:
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).double()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
+    ).double()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        assert_exact(model, (torch.randn(B, 3, 6, 6, dtype=torch.float64),), mean_square, 4, run=compiled)
+        assert_exact(
+            model, (torch.randn(B, 3, 6, 6, dtype=torch.float64),), mean_square, 4, run=compiled
+        )
 
 
 @TRACING
@@ -135,7 +145,7 @@ def test_compiled_model_must_be_the_one_that_is_passed() -> None:
     torch._dynamo.reset()
     model = nn.Linear(3, 2)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(Exception, match="called|compiled"), one_pass(model, 1):
+    with pytest.raises(Exception, match="called|compiled"), one_pass(model, 1):  # noqa: RUF043
         compiled(torch.randn(4, 3)).sum().backward()
     assert type(model.weight) is nn.Parameter
 
@@ -146,7 +156,10 @@ def test_sum_reduction() -> None:
     x = torch.randn(B, 3, dtype=torch.float64)
     with one_pass(model, 2, reduction="sum"):
         model(x).square().sum().backward()
-    shares = [torch.autograd.grad(model(x[k : k + 2]).square().sum(), model.weight)[0] for k in range(0, B, 2)]
+    shares = [
+        torch.autograd.grad(model(x[k : k + 2]).square().sum(), model.weight)[0]
+        for k in range(0, B, 2)
+    ]
     torch.testing.assert_close(model.weight.grad, torch.stack(shares).mean(0))
     torch.testing.assert_close(model.weight.grad_sq, torch.stack(shares).square().mean(0))
 
@@ -195,9 +208,14 @@ def test_a_loss_inside_the_model() -> None:
 def test_unequal_groups_that_can_be_seen_are_refused_without_weights() -> None:
     torch.manual_seed(0)
     ids = torch.randint(V, (B, T))
-    labels = ids.masked_fill(torch.arange(T) >= torch.tensor([6, 2, 3, 5, 1, 1, 4, 6])[:, None], -100)
+    labels = ids.masked_fill(
+        torch.arange(T) >= torch.tensor([6, 2, 3, 5, 1, 1, 4, 6])[:, None], -100
+    )
     model = WithLoss()
-    with pytest.raises(UnsupportedUse, match="not a mean over micro-batches.*weights="), one_pass(model, 2):
+    with (
+        pytest.raises(UnsupportedUse, match="not a mean over micro-batches.*weights="),  # noqa: RUF043
+        one_pass(model, 2),
+    ):
         model(ids, labels).backward()
     with one_pass(model, 2, weights=labels != -100):
         model(ids, labels).backward()
@@ -229,7 +247,9 @@ def test_mini_batches_accumulate_in_contexts_and_within_one() -> None:
         mean_square(model, (x[:8],)).backward()
     with one_pass(model, 2):
         mean_square(model, (x[8:],)).backward()
-    accumulated = {n: (p.grad.clone(), p.grad_sq.clone(), p.grad_kappa) for n, p in model.named_parameters()}
+    accumulated = {
+        n: (p.grad.clone(), p.grad_sq.clone(), p.grad_kappa) for n, p in model.named_parameters()
+    }
     for p in model.parameters():
         pair.take(p)
     with one_pass(model, 2):
@@ -276,7 +296,10 @@ def test_an_optimizer_that_subscribes_gets_each_pair_in_backward() -> None:
 
 def snapshot(model: nn.Module) -> list:
     return [
-        [(n, type(p), p.detach().clone(), p.grad, sorted(vars(p))) for n, p in model.named_parameters()],
+        [
+            (n, type(p), p.detach().clone(), p.grad, sorted(vars(p)))
+            for n, p in model.named_parameters()
+        ],
         [(n, b.clone()) for n, b in model.named_buffers()],
         [(n, sorted(vars(m)), len(m._forward_pre_hooks)) for n, m in model.named_modules()],
     ]
@@ -300,7 +323,11 @@ def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.n, self.b = nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)
+            self.a, self.n, self.b = (
+                nn.Linear(3, 4),
+                nn.BatchNorm1d(4, affine=False),
+                nn.Linear(4, 2),
+            )
             self.fail = False
 
         def forward(self, x: Tensor) -> Tensor:
@@ -315,7 +342,7 @@ def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
         mean_square(model, (x,)).backward()
     model.fail = True
     before = snapshot(model)[0::2]  # not the running statistics: the forward itself has moved them
-    with pytest.raises(KeyboardInterrupt), one_pass(model, 2):
+    with pytest.raises(KeyboardInterrupt), one_pass(model, 2):  # noqa: PT012
         out = mean_square(model, (x,))
         if where == "between":
             raise KeyboardInterrupt
@@ -362,7 +389,9 @@ def test_dropout_runs_and_is_checked_in_eval_mode(batch) -> None:
 def test_the_check_leaves_random_numbers_and_buffers_alone() -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+        return nn.Sequential(
+            nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)
+        ).double()
 
     x = torch.randn(8, 3, dtype=torch.float64)
     grads = []
@@ -377,7 +406,7 @@ def test_the_check_leaves_random_numbers_and_buffers_alone() -> None:
 
 
 def refused(model: nn.Module, *batch: Tensor, match: str, M: int = 2, **options) -> None:
-    with pytest.raises(UnsupportedUse, match=match), one_pass(model, M, **options):
+    with pytest.raises(UnsupportedUse, match=match), one_pass(model, M, **options):  # noqa: PT012
         out = model(*batch)
         (out if torch.is_tensor(out) else out[0]).square().mean().backward()
     assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -413,21 +442,35 @@ def test_a_custom_function_that_hides_a_parameter_is_refused(check: bool) -> Non
 
 
 def test_a_parameter_both_hidden_and_seen_is_refused() -> None:
-    model = Apply(lambda s, x: Hidden.apply(s.m[0](x), s.w) * s.w, nn.Linear(3, 3), w=torch.randn(3))
+    model = Apply(
+        lambda s, x: Hidden.apply(s.m[0](x), s.w) * s.w, nn.Linear(3, 3), w=torch.randn(3)
+    )
     refused(model, torch.randn(B, 3), match="w goes through Hidden")
 
 
 @pytest.mark.parametrize(
     ("function", "shape", "match"),
     [
-        (lambda s, x: s.m[1](s.m[0](x).roll(1, 0)), (B, 3), "m.1.weight.*linear.*another micro-batch"),
+        (
+            lambda s, x: s.m[1](s.m[0](x).roll(1, 0)),
+            (B, 3),
+            "m.1.weight.*linear.*another micro-batch",
+        ),
         (lambda s, x: s.m[1](s.m[0](x) - s.m[0](x).mean(0)), (B, 3), "another micro-batch"),
         (lambda s, x: s.m[0](x) / s.m[0](x).norm(), (B, 3), "other micro-batches"),
-        (lambda s, x: s.m[1](s.m[0](x).transpose(0, 1).reshape(-1, 3)), (B, B, 3), "another micro-batch"),
-        (lambda s, x: s.m[1](s.m[0](x)[x[:, 0, 0] > 0][: B // 2].reshape(-1, 3)), (B, 4, 3), "batch"),
+        (
+            lambda s, x: s.m[1](s.m[0](x).transpose(0, 1).reshape(-1, 3)),
+            (B, B, 3),
+            "another micro-batch",
+        ),
+        (
+            lambda s, x: s.m[1](s.m[0](x)[x[:, 0, 0] > 0][: B // 2].reshape(-1, 3)),
+            (B, 4, 3),
+            "batch",
+        ),
         (lambda s, x: s.m[0](x) + s.m[1].weight.square().sum(), (B, 3), None),
     ],
-)  # fmt: skip
+)
 def test_mixed_samples_are_refused(function, shape: tuple[int, ...], match: str | None) -> None:
     torch.manual_seed(0)
     model = Apply(function, nn.Linear(3, 3), nn.Linear(3, 3)).double()
@@ -446,16 +489,32 @@ def test_a_penalty_on_a_parameter_in_the_loss_is_refused_by_name() -> None:
 
 def test_refusals_name_the_parameter_and_the_remedy() -> None:
     x = torch.randn(B, 4)
-    refused(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), x, match="SyncBatchNorm.*use BatchNorm")
-    refused(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), x, match="momentum=None")
+    refused(
+        nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), x, match="SyncBatchNorm.*use BatchNorm"
+    )
+    refused(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), x, match="momentum=None"
+    )
     refused(nn.Embedding(5, 3, max_norm=1.0), torch.randint(5, (B, 2)), match="weight.*max_norm")
-    refused(nn.Embedding(5, 3, scale_grad_by_freq=True), torch.randint(5, (B, 2)), match="scale_grad_by_freq")
-    track = nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4, affine=True, track_running_stats=True))
+    refused(
+        nn.Embedding(5, 3, scale_grad_by_freq=True),
+        torch.randint(5, (B, 2)),
+        match="scale_grad_by_freq",
+    )
+    track = nn.Sequential(
+        nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    )
     refused(track, torch.randn(B, 4, 5), match="1.weight.*track_running_stats")
     refused(nn.LSTM(4, 3, proj_size=2, batch_first=True), torch.randn(B, 5, 4), match="proj_size")
-    pack = Apply(lambda s, x: s.m[0](nn.utils.rnn.pack_padded_sequence(x, [5] * B, True))[0].data, nn.GRU(4, 3))
+    pack = Apply(
+        lambda s, x: s.m[0](nn.utils.rnn.pack_padded_sequence(x, [5] * B, True))[0].data,
+        nn.GRU(4, 3),
+    )
     refused(pack, torch.randn(B, 5, 4), match="packed sequence")
-    bias = Apply(lambda s, x: s.m[0](x, x, x)[0], nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True))
+    bias = Apply(
+        lambda s, x: s.m[0](x, x, x)[0],
+        nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
+    )
     refused(bias, torch.randn(B, 5, 4), match="add_bias_kv")
 
     def write(s: Apply, x: Tensor) -> Tensor:
@@ -463,7 +522,11 @@ def test_refusals_name_the_parameter_and_the_remedy() -> None:
         x[:, 0] = s.w
         return s.m[0](x)
 
-    refused(Apply(write, nn.Linear(4, 4), w=torch.randn(4)), torch.randn(B, 3, 4), match="w goes through __setitem__")
+    refused(
+        Apply(write, nn.Linear(4, 4), w=torch.randn(4)),
+        torch.randn(B, 3, 4),
+        match="w goes through __setitem__",
+    )
 
 
 def test_usage_errors() -> None:
@@ -477,9 +540,15 @@ def test_usage_errors() -> None:
     with pytest.raises(RuntimeError, match="already open"), one_pass(model, 1), one_pass(model, 1):
         pass
     assert State.engine is None
-    with pytest.raises(UnsupportedUse, match="before the model was called"), one_pass(nn.ModuleList([model]), 1):
+    with (
+        pytest.raises(UnsupportedUse, match="before the model was called"),
+        one_pass(nn.ModuleList([model]), 1),
+    ):
         model(x).sum().backward()
-    with pytest.raises(ValueError, match="pass batch_size="), one_pass(nn.Bilinear(3, 3, 2), 1) as context:
+    with (
+        pytest.raises(ValueError, match="pass batch_size="),
+        one_pass(nn.Bilinear(3, 3, 2), 1) as context,
+    ):
         context.model(x, x[:4]).sum().backward()
     model(x).sum().backward()
     with pytest.raises(RuntimeError, match="gradient from outside"), one_pass(model, 1):
@@ -490,7 +559,7 @@ def test_two_forwards_and_a_second_backward_are_refused() -> None:
     model, x = nn.Linear(3, 2), torch.randn(B, 3)
     with pytest.raises(UnsupportedUse, match="weight: squared 2 times"), one_pass(model, 2):
         (model(x) * model(x.flip(1))).mean().backward()
-    with pytest.raises(UnsupportedUse, match="weight: squared 2 times"), one_pass(model, 2):
+    with pytest.raises(UnsupportedUse, match="weight: squared 2 times"), one_pass(model, 2):  # noqa: PT012
         out = model(x).mean()
         out.backward(retain_graph=True)
         out.backward()

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - tables
 """Each rule against the loop in float64, for M = 1, a divisor, a ragged size and the whole mini-batch."""
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CASES = {
     "linear_sequence": lambda: (nn.Linear(5, 4), rnd(B, 7, 5)),
     "linear_4d": lambda: (nn.Linear(5, 4), rnd(B, 2, 3, 5)),
     "linear_flattened": lambda: (
-        Call(lambda s, x: s.m[1](s.m[0](x.reshape(-1, 5)).tanh()).view(B_of(x), -1), nn.Linear(5, 4), nn.Linear(4, 3)),
+        Call(lambda s, x: s.m[1](s.m[0](x.reshape(-1, 5)).tanh()).view(rows_of(x), -1), nn.Linear(5, 4), nn.Linear(4, 3)),
         rnd(B, 7, 5),
     ),
     "linear_frozen_weight": lambda: (frozen(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), "1.weight"), rnd(B, 5)),
@@ -215,7 +216,7 @@ CASES = {
 }  # fmt: skip
 
 
-def B_of(x: Tensor) -> int:  # noqa: N802
+def rows_of(x: Tensor) -> int:
     return x.shape[0]
 
 
@@ -275,15 +276,27 @@ def test_batch_norm_has_the_statistics_of_each_micro_batch(kind: str, M: int) ->
     torch.manual_seed(0)
     x = rnd(B, 4)
     if kind == "2d":
-        model, x = seq(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1)), rnd(B, 4, 5, 5)
+        model, x = (
+            seq(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1)),
+            rnd(B, 4, 5, 5),
+        )
     elif kind == "3d":
         model, x = seq(nn.Conv3d(2, 3, 2), nn.BatchNorm3d(3)), rnd(B, 2, 3, 3, 3)
     elif kind == "no_affine":
         model = seq(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.Tanh(), nn.Linear(6, 2))
     elif kind == "frozen":
-        model = frozen(seq(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)), "1.weight", "1.bias")
+        model = frozen(
+            seq(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)),
+            "1.weight",
+            "1.bias",
+        )
     elif kind == "no_statistics":
-        model = seq(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Tanh(), nn.Linear(6, 2))
+        model = seq(
+            nn.Linear(4, 6),
+            nn.BatchNorm1d(6, track_running_stats=False),
+            nn.Tanh(),
+            nn.Linear(6, 2),
+        )
     else:
         model = seq(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
     assert_exact(model.double(), (x,), loss, M)

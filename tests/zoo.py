@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - tables
 """Small models taken unmodified from transformers and timm, with random weights."""
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 V, D, T = 37, 16, 6  # vocabulary, width, sequence length
 
@@ -63,14 +64,16 @@ TIMM = {
 }  # fmt: skip
 
 # Classes of timm.models.mlp_mixer, whose registered sizes are fixed.
-MIXERS = {"mlp_mixer": "MixerBlock", "gmlp": "SpatialGatingBlock", "resmlp": "ResBlock"}
+MIXERS = {"mlp_mixer": "MixerBlock", "resmlp": "ResBlock"}
 
 
 def still(model: nn.Module) -> nn.Module:
     """Train mode without dropout, so that one pass and the loop draw nothing."""
     for m in model.modules():
         for key, value in list(vars(m).items()):
-            if isinstance(value, float) and ("drop" in key or (isinstance(m, nn.Dropout) and key == "p")):
+            if isinstance(value, float) and (
+                "drop" in key or (isinstance(m, nn.Dropout) and key == "p")
+            ):
                 setattr(m, key, 0.0)
     return model.double().train()
 
@@ -82,11 +85,11 @@ def text(name: str) -> nn.Module:
         "vocab_size": V, "hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
         "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     }  # fmt: skip
-    drops = {
-        k: 0.0
-        for k in "attention_dropout dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop hidden_dropout_prob "
-        "attention_probs_dropout_prob dropout_rate activation_dropout attention_dropout_prob classifier_dropout".split()
-    }
+    drops = dict.fromkeys(
+        "attention_dropout dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop hidden_dropout_prob "  # noqa: SIM905
+        "attention_probs_dropout_prob dropout_rate activation_dropout attention_dropout_prob classifier_dropout".split(),
+        0.0,
+    )
     config = getattr(transformers, config_name)(**{**kwargs, **drops, **extra})
     return still(getattr(transformers, model_name)(config))
 
@@ -94,7 +97,13 @@ def text(name: str) -> nn.Module:
 def image(name: str) -> nn.Module:
     transformers = zoo_module("transformers")
     config_name, model_name, extra = IMAGE[name]
-    kwargs = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 5}
+    kwargs = {
+        "hidden_size": D,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "num_labels": 5,
+    }
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
     if name == "swin_hf":
         kwargs = {"num_labels": 5}  # its widths and heads are lists
@@ -133,7 +142,13 @@ def vision(name: str) -> nn.Module:
             ratio = (0.5, 4.0) if name == "mlp_mixer" else 4
             return still(
                 module.MlpMixer(
-                    5, 32, patch_size=8, num_blocks=2, embed_dim=16, mlp_ratio=ratio, block_layer=block
+                    5,
+                    32,
+                    patch_size=8,
+                    num_blocks=2,
+                    embed_dim=16,
+                    mlp_ratio=ratio,
+                    block_layer=block,
                 )
             )
         return still(timm.create_model(name, num_classes=5, **TIMM[name]))

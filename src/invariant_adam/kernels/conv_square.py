@@ -1,8 +1,8 @@
 """The weight gradient of a convolution and the sum of its squared micro-batch parts.
 
-G (κ, m, O, *out) and X (κ, m, C, *in) are output gradients and inputs of κ groups of m images. A convolution's
-weight gradient over separate groups is one convolution with κ times the channel groups, so the library's kernel
-serves every stride, padding, dilation, grouping and transposition.
+G (κ, m, O, *out) and X (κ, m, C, *in) are output gradients and inputs of κ groups of m images. A
+convolution's weight gradient over separate groups is one convolution with κ times the channel
+groups, so the library's kernel serves every stride, padding, dilation, grouping and transposition.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gemm_square import gemm_square, wide
-
-# Bytes of unfolded input alive at a time.
-UNFOLD_BYTES = 4 << 20
+from .gemm_square import wide
 
 
 class Geometry(NamedTuple):
@@ -36,9 +33,18 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The library's gradients of a convolution: input, weight, bias, as `mask` asks."""
     return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
-        G, X, weight, [weight.shape[0]], geo.stride, geo.padding, geo.dilation,
-        geo.transposed, geo.output_padding, geo.groups, mask,
-    )  # fmt: skip
+        G,
+        X,
+        weight,
+        [weight.shape[0]],
+        geo.stride,
+        geo.padding,
+        geo.dilation,
+        geo.transposed,
+        geo.output_padding,
+        geo.groups,
+        mask,
+    )
 
 
 def conv_groups(G: Tensor, X: Tensor, geo: Geometry) -> Tensor:
@@ -62,10 +68,8 @@ def conv_square(
     X = X.to(G.dtype)
     acc = wide(G.dtype)
     kappa = G.shape[0]
-    if torch.compiler.is_compiling():
-        scales = None
-    else:
-        scales = [1.0] * kappa if c is None else c.tolist()
+    compiling = torch.compiler.is_compiling()
+    scales = None if compiling else [1.0] * kappa if c is None else c.tolist()
     dW = torch.zeros(geo.weight, dtype=acc, device=G.device)
     S = torch.zeros_like(dW)
     weight = G.new_empty(1).expand(geo.weight)
@@ -77,6 +81,3 @@ def conv_square(
         else:
             S = S + (g.square() if c is None else c[k] * g.square())
     return dW.to(G.dtype), S
-
-
-__all__ = ["Geometry", "conv_backward", "conv_groups", "conv_square", "gemm_square"]

@@ -1,7 +1,8 @@
 """The gradient of an embedding table and the sum of its squared micro-batch parts.
 
-For ids (κ, R) and G (κ, R, D), group k's gradient of row v is the sum of G over the places where ids = v.
-Repeated tokens within a group add before they are squared; a table of κ × V rows is never formed.
+For ids (κ, R) and G (κ, R, D), group k's gradient of row v is the sum of G over the places where
+ids = v. Repeated tokens within a group add before they are squared; a table of κ × V rows is never
+formed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ For κ groups of R rows, G (κ, R, o) and X (κ, R, i):
 
     dW = Σ_k G_kᵀ X_k        S = Σ_k c_k (G_kᵀ X_k)²
 
-`c` is None (all ones) or one coefficient per group. S is float32 at least. No path holds all κ products at once.
+`c` is None (all ones) or one coefficient per group. S is float32 at least. No path holds all κ
+products at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 # Bytes of per-group products alive at a time where they are formed in batches.
 CHUNK_BYTES = 8 << 20
-# Rows per group up to which the square is expanded into pairs of rows: above, forming each product is cheaper
+# Rows per group up to which the square is expanded into pairs of rows: above, forming each product
+# is cheaper
 # (docs/one_pass.md has the measured crossing).
 PAIR_ROWS = 4
 
@@ -31,7 +33,7 @@ def method(rows: int) -> str:
 
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
-    kappa, rows, out = G.shape
+    _, rows, out = G.shape
     X = X.to(G.dtype)
     how = method(rows)
     if how == "products":
@@ -44,13 +46,11 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, 
         if c is not None:
             left = left * c.to(acc)[:, None]
         return dW, left.t() @ right
-    # (Σ_a G_aᵀX_a)² = Σ_{a≤b} w_ab (G_a⊙G_b)ᵀ(X_a⊙X_b) with w = 1 on the diagonal, 2 off it: one matrix product.
+    # (Σ_a G_aᵀX_a)² = Σ_{a≤b} w_ab (G_a⊙G_b)ᵀ(X_a⊙X_b) with w = 1 on the diagonal, 2 off it: one
+    # matrix product.
     pairs = [(a, b) for a in range(rows) for b in range(a, rows)]
     Ga, Xa = G.to(acc), X.to(acc)
-    if c is not None:
-        Gc = Ga * c.to(acc)[:, None, None]
-    else:
-        Gc = Ga
+    Gc = Ga if c is None else Ga * c.to(acc)[:, None, None]
     left = torch.cat([Gc[:, a] * Ga[:, b] * (1 if a == b else 2) for a, b in pairs])
     right = torch.cat([Xa[:, a] * Xa[:, b] for a, b in pairs])
     return dW, left.t() @ right
@@ -78,12 +78,15 @@ def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
         g = torch.bmm(G[lo : lo + step].transpose(1, 2), X[lo : lo + step]).to(acc)
         dW = dW + g.sum(0)
         sq = g.square()
-        S = S + (sq.sum(0) if c is None else torch.einsum("k,koi->oi", c[lo : lo + step].to(acc), sq))
+        S = S + (
+            sq.sum(0) if c is None else torch.einsum("k,koi->oi", c[lo : lo + step].to(acc), sq)
+        )
     return dW.to(G.dtype), S
 
 
 def gemm_groups(G: Tensor, X: Tensor) -> Tensor:
-    """All κ products G_kᵀX_k (κ, o, i): for a weight used more than once, whose uses add before squaring."""
+    """All κ products G_kᵀX_k (κ, o, i): for a weight used more than once, whose uses add before
+    squaring."""
     return torch.bmm(G.transpose(1, 2), X.to(G.dtype))
 
 

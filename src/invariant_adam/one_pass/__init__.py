@@ -4,6 +4,7 @@ from . import attention as _attention  # noqa: F401 - these three register the r
 from . import recurrent as _recurrent  # noqa: F401
 from . import rules as _rules  # noqa: F401
 from .engine import one_pass
+from .explain import Explanation, explain
 from .groups import UnsupportedUse
 
-__all__ = ["UnsupportedUse", "one_pass"]
+__all__ = ["Explanation", "UnsupportedUse", "explain", "one_pass"]

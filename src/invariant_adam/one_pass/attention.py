@@ -1,4 +1,5 @@
-"""`nn.MultiheadAttention`: handled whole, because inside it the data is (T, B, E), the batch second."""
+"""`nn.MultiheadAttention`: handled whole, because inside it the data is (T, B, E), the batch
+second."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 
 def _rows(engine: Engine, weight: Any, sizes: list[int]) -> list[Any]:
-    """A packed weight's rows apart. Disjoint rows share no element, so their squares need no cross terms."""
+    """A packed weight's rows apart. Disjoint rows share no element, so their squares need no cross
+    terms."""
     h = engine.handle_of(weight)
     if h is None:
         return [None] * len(sizes) if weight is None else list(weight.split(sizes))
-    tags = h.tag.split(sizes, dim=1 if h.grouped else 0)
+    tags = torch.split(h.tag, sizes, dim=1 if h.grouped else 0)
     pieces = []
-    for i, (value, tag) in enumerate(zip(h.value.split(sizes), tags, strict=True)):
+    for i, (value, tag) in enumerate(zip(torch.split(h.value, sizes), tags, strict=True)):
         # Only the first piece counts as the use of the parameter.
         entry = h.entry if i == 0 else None
         pieces.append(lift(value, Handle(value, tag, h.grouped, entry, label=h.label)))
@@ -43,9 +45,7 @@ def _project(
 
     if separate is not None:
         b = _rows(engine, bias, [E, E, E])
-        q, k, v = (
-            apply(x, w, c) for x, w, c in zip((query, key, value), separate, b, strict=True)
-        )
+        q, k, v = (apply(x, w, c) for x, w, c in zip((query, key, value), separate, b, strict=True))
         return q, k, v
     if query is key and key is value:
         q, k, v = apply(query, weight, bias).chunk(3, dim=-1)
@@ -66,27 +66,52 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 @rule("multi_head_attention_forward")
 def multi_head_attention(
-    engine: Engine, func: Any, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
-    in_proj_weight: Any, in_proj_bias: Any, bias_k: Any, bias_v: Any, add_zero_attn: bool, dropout_p: float,
-    out_proj_weight: Any, out_proj_bias: Any, training: bool = True, key_padding_mask: Any = None,
-    need_weights: bool = True, attn_mask: Any = None, use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None, k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None,
-    static_v: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
     """Self- and cross-attention with packed or separate projections."""
     held = [engine.handle_of(t) for t in (in_proj_weight, q_proj_weight, out_proj_weight)]
     if query.ndim != 3:
-        raise UnsupportedUse(f"{engine.names(held)} goes through attention without a batch dimension; add one")
+        raise UnsupportedUse(
+            f"{engine.names(held)} goes through attention without a batch dimension; add one"
+        )
     extra = bias_k is not None or add_zero_attn or static_k is not None or static_v is not None
     if extra or any(engine.handle_of(t) is not None for t in (query, key, value)):
         raise UnsupportedUse(
-            f"{engine.names(held)} goes through attention with add_bias_kv, add_zero_attn, static keys or inputs made "
+            f"{engine.names(held)} goes through attention with add_bias_kv, add_zero_attn, static "
+            f"keys or inputs made "
             "from parameters alone; leave them out, or loop over micro-batches"
         )
     for t in (query, key, value):
         if t.shape[1] % engine.groups.batch:
             raise UnsupportedUse(
-                f"{engine.names(held)} goes through attention with an input of {t.shape[1]} sequences for a batch of "
+                f"{engine.names(held)} goes through attention with an input of {t.shape[1]} "
+                f"sequences for a batch of "
                 f"{engine.groups.batch} samples; keep every sample's sequences together"
             )
     length, rows, E = query.shape
@@ -114,22 +139,27 @@ def multi_head_attention(
         out = weights @ v
         weights = weights.mean(1) if average_attn_weights else weights
     else:
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, p, is_causal=is_causal and mask is None
-        )
+        out = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=is_causal and mask is None)
     out = out.permute(2, 0, 1, 3).reshape(length, rows, E)
-    out = linear_with(
-        engine, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1
-    )
+    out = linear_with(engine, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1)
     return out, weights
 
 
 @rule("scaled_dot_product_attention")
 def scaled_dot_product_attention(
-    engine: Engine, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """Attention with a learned bias for a mask, in plain operations: the fused kernels do not differentiate it."""
+    engine: Engine,
+    func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention with a learned bias for a mask, in plain operations: the fused kernels do not
+    differentiate it."""
     if any(engine.handle_of(t) is not None for t in (query, key, value)):
         return NotImplemented
     if enable_gqa:

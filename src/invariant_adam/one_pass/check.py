@@ -1,16 +1,18 @@
 """Establish, by running the model, that the rows a parameter sees stay with their samples.
 
-Sizes alone cannot tell a batch from a sequence of the same length, or rows in order from rows that were permuted. So
-the first time a model meets a shape of input it is run again with one micro-batch exchanged for another's samples:
+Sizes alone cannot tell a batch from a sequence of the same length, or rows in order from rows that
+were permuted. So the first time a model meets a shape of input it is run again with one micro-batch
+exchanged for another's samples:
 
     every row that a rule assigns to another micro-batch must be as before;
     what a rule takes for a constant must be as before;
     the model's outputs for other samples must be as before (nothing couples samples);
-    a scalar output (a loss) must be a sum over micro-batches: f(a',b') - f(a',b) - f(a,b') + f(a,b) = 0.
+    a scalar output (a loss) must be a sum over micro-batches: f(a',b') - f(a',b) - f(a,b') + f(a,b)
+    = 0.
 
-Then the gradients and squares themselves are held against a loop over micro-batches, cut from the inputs (two of them,
-where outputs can be masked to two; all, where the only output is a scalar). The runs leave buffers, random generators
-and gradients as they were.
+Then the gradients and squares themselves are held against a loop over micro-batches, cut from the
+inputs (two of them, where outputs can be masked to two; all, where the only output is a scalar).
+The runs leave buffers, random generators and gradients as they were.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .handles import Entry
 
-# How far values that should be equal may differ, relative to the largest: rounding of the same sums in another order.
+# How far values that should be equal may differ, relative to the largest: rounding of the same
+# sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -63,8 +66,15 @@ class Probe:
         self.records[names, name].append(Record(x.detach(), None, None))
 
     def compare(
-        self, call: Any, name: str, names: str, leaves: list[Any], handles: list[Any], batched: list[bool], out: Any
-    ) -> None:  # fmt: skip
+        self,
+        call: Any,
+        name: str,
+        names: str,
+        leaves: list[Any],
+        handles: list[Any],
+        batched: list[bool],
+        out: Any,
+    ) -> None:
         """A fallback: record its inputs, and hold its result against the plain operation's."""
         for a, h, b in zip(leaves, handles, batched, strict=True):
             if b:
@@ -80,9 +90,12 @@ class Probe:
                 ]
             )
         for got, want in zip(tree_leaves(out), tree_leaves(plain), strict=True):
-            if isinstance(want, Tensor) and (got.shape != want.shape or not _close(got, want, slack=100)):
+            if isinstance(want, Tensor) and (
+                got.shape != want.shape or not _close(got, want, slack=100)
+            ):
                 raise UnsupportedUse(
-                    f"{names} goes through {name}, which does not act on each micro-batch alone; loop over "
+                    f"{names} goes through {name}, which does not act on each micro-batch alone; "
+                    f"loop over "
                     "micro-batches, or write the operation per sample"
                 )
 
@@ -123,7 +136,8 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def _exchange(value: Any, groups: Groups, changed: tuple[int, ...]) -> tuple[Any, bool]:
-    """The inputs with the samples of some groups replaced by another group's; whether that changed anything."""
+    """The inputs with the samples of some groups replaced by another group's; whether that changed
+    anything."""
     visible = False
 
     def replace(t: Any) -> Any:
@@ -138,23 +152,28 @@ def _exchange(value: Any, groups: Groups, changed: tuple[int, ...]) -> tuple[Any
             other = groups.micro if k == 0 else 0
             n = min(hi - lo, groups.batch - other)
             rows[lo : lo + n] = source[other : other + n]
-        visible = visible or not bool(
-            ((rows == source) | (rows != rows)).all()  # noqa: PLR0124 - NaN
-        )
+        visible = visible or not bool(((rows == source) | (rows != rows)).all())
         return rows.movedim(0, a)
 
     return tree_map(replace, value), visible
 
 
 def run(
-    engine: Engine, model: nn.Module, args: Any, kwargs: Any, then: Callable[[list[Any]], Any] | None = None
+    engine: Engine,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    then: Callable[[list[Any]], Any] | None = None,
 ) -> tuple[Probe, Any]:
-    """One recorded forward: its record and its outputs, or what `then` makes of them before buffers are restored."""
+    """One recorded forward: its record and its outputs, or what `then` makes of them before buffers
+    are restored."""
     probe = engine.probe = Probe(engine.groups)
     engine.uses = {}
     for entry in engine.entries.values():
         entry.shared = None
-    devices = sorted({e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda})
+    devices = sorted(
+        {e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda}
+    )
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
         with torch.random.fork_rng(devices=devices):
@@ -169,10 +188,11 @@ def run(
 
 
 def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a check holds for: the mini-batch, the modes, and how the inputs' sizes relate to the mini-batch.
+    """What a check holds for: the mini-batch, the modes, and how the inputs' sizes relate to the
+    mini-batch.
 
-    Sequences of another length are not checked again unless their length is a multiple of B: only then could a
-    dimension be taken for the batch that was not before.
+    Sequences of another length are not checked again unless their length is a multiple of B: only
+    then could a dimension be taken for the batch that was not before.
     """
     batch = engine.groups.batch
     shapes = tuple(
@@ -184,7 +204,9 @@ def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Any:
     return shapes, batch, tuple(m.training for m in model.modules())
 
 
-def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: bool = True) -> None:
+def verify(
+    engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: bool = True
+) -> None:
     """Check the model on these inputs, once per shape."""
     model = getattr(module, "_orig_mod", module)
     key = signature(engine, model, args, kwargs)
@@ -227,20 +249,24 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
 def _compare_forward(
     engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]
 ) -> None:
-    """The forward through the rules must be the model's own (batch norm apart, whose statistics change)."""
+    """The forward through the rules must be the model's own (batch norm apart, whose statistics
+    change)."""
     with _plainly(engine):
         _, plain = run(engine, model, args, kwargs)
     for a, b in zip(outputs, plain, strict=False):
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not _close(a, b, slack=100):
             raise UnsupportedUse(
-                "the model's forward in one_pass differs from its own: an operation writes over a value made from "
-                "parameters, or an operation's rule does not cover its use; please report it, and loop over "
+                "the model's forward in one_pass differs from its own: an operation writes over a "
+                "value made from "
+                "parameters, or an operation's rule does not cover its use; please report it, and "
+                "loop over "
                 "micro-batches"
             )
 
 
 def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bool:
-    """Compare two runs; returns False where a use had to be reclassified and the runs must be repeated."""
+    """Compare two runs; returns False where a use had to be reclassified and the runs must be
+    repeated."""
     groups = engine.groups
     settled = True
     for site in base.records.keys() | other.records.keys():
@@ -262,16 +288,23 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
                 settled = False
                 continue
             raise UnsupportedUse(
-                f"{names} goes through {name} on rows that change when samples of another micro-batch change: the "
-                "samples are mixed, permuted or not where batch_dim says; keep the batch in its dimension and samples "
+                f"{names} goes through {name} on rows that change when samples of another "
+                f"micro-batch change: the "
+                "samples are mixed, permuted or not where batch_dim says; keep the batch in its "
+                "dimension and samples "
                 "apart, or loop over micro-batches"
             )
         for r, s in zip(first, second, strict=False):
             if r.axis is None or r.varies or not r.x.numel():
                 continue
             along = r.x.movedim(r.axis, 0)
-            if r.x.shape == s.x.shape and _close(r.x, s.x) and not _close(along[:1].expand_as(along), along):
-                # Not touched by the exchange and not the same for all samples: a constant whose size happens to fit.
+            if (
+                r.x.shape == s.x.shape
+                and _close(r.x, s.x)
+                and not _close(along[:1].expand_as(along), along)
+            ):
+                # Not touched by the exchange and not the same for all samples: a constant whose
+                # size happens to fit.
                 if site in engine.bound:
                     raise _unclear(names, name)
                 engine.free.add(site)
@@ -283,7 +316,13 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
 def _rows_agree(first: list[Record], second: list[Record], groups: Groups, changed: int) -> bool:
     """Whether the rows of the groups that were left alone are the same in two runs."""
     left, right = (
-        [x for r in records if r.axis is not None or r.ids is not None for x in [_outside(r, groups, changed)] if len(x)]
+        [
+            x
+            for r in records
+            if r.axis is not None or r.ids is not None
+            for x in [_outside(r, groups, changed)]
+            if len(x)
+        ]
         for records in (first, second)
     )
     return len(left) == len(right) and all(_close(x, y) for x, y in zip(left, right, strict=True))
@@ -298,14 +337,15 @@ def _other_axis(
     for axis in range(min(r.x.ndim for r in (*first, *second))):
         if all(r.x.shape[axis] == groups.batch for r in (*first, *second)):
             moved = [[r._replace(axis=axis) for r in records] for records in (first, second)]
-            if _rows_agree(*moved, groups, changed):
+            if _rows_agree(moved[0], moved[1], groups, changed):
                 return axis
     return None
 
 
 def _unclear(names: str, name: str) -> UnsupportedUse:
     return UnsupportedUse(
-        f"{names} goes through {name} both with the batch and with constants of the batch's size; choose another "
+        f"{names} goes through {name} both with the batch and with constants of the batch's size; "
+        f"choose another "
         "batch size, or loop over micro-batches"
     )
 
@@ -316,17 +356,27 @@ def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: 
             continue
         axes = [d for d, n in enumerate(a.shape) if n == groups.batch]
         if axes and not any(
-            _close(_outside(Record(a, None, d), groups, k), _outside(Record(b, None, d), groups, k)) for d in axes
+            _close(_outside(Record(a, None, d), groups, k), _outside(Record(b, None, d), groups, k))
+            for d in axes
         ):
             raise UnsupportedUse(
-                "the model's output for one sample depends on samples of other micro-batches, so its loss is not a "
-                "mean over micro-batches (batch statistics? in-batch negatives?); loop over micro-batches"
+                "the model's output for one sample depends on samples of other micro-batches, so "
+                "its loss is not a "
+                "mean over micro-batches (batch statistics? in-batch negatives?); loop over "
+                "micro-batches"
             )
 
 
-def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
-    """A scalar output that is not a sum over micro-batches has no micro-batch gradients that add up to it."""
-    losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
+def _check_additive(
+    engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]
+) -> None:
+    """A scalar output that is not a sum over micro-batches has no micro-batch gradients that add up
+    to it."""
+    losses = [
+        i
+        for i, o in enumerate(outputs)
+        if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad
+    ]
     if not losses:
         return
     last = engine.groups.kappa - 1
@@ -340,8 +390,10 @@ def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, ou
         tolerance = 10 * TOLERANCE.get(outputs[i].dtype, 1e-3)
         if abs(v[3] - v[2] - v[1] + v[0]) > tolerance * scale:
             raise UnsupportedUse(
-                "the model's scalar output is not a mean over micro-batches: changing two of them together changes it "
-                f"by {v[3] - v[0]:.6g}, one by one by {v[1] + v[2] - 2 * v[0]:.6g}. Unequal numbers of tokens need "
+                "the model's scalar output is not a mean over micro-batches: changing two of them "
+                "together changes it "
+                f"by {v[3] - v[0]:.6g}, one by one by {v[1] + v[2] - 2 * v[0]:.6g}. Unequal "
+                f"numbers of tokens need "
                 "weights=; batch-wide terms (load balancing, in-batch negatives) need the loop"
             )
 
@@ -363,7 +415,8 @@ def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
             entry = by_param.get(id(getattr(parent, "variable", None)))
             if entry is not None and maker is not None and maker not in ours:
                 raise UnsupportedUse(
-                    f"{entry.name} goes through {maker.__name__}, a custom autograd.Function that hides it; write it "
+                    f"{entry.name} goes through {maker.__name__}, a custom autograd.Function that "
+                    f"hides it; write it "
                     "with torch operations, or loop over micro-batches"
                 )
             if parent not in seen:
@@ -412,7 +465,8 @@ def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) ->
                 second = _outputs(run(engine, model, *small)[1])
     except Exception as error:
         raise UnsupportedUse(
-            "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
+            "the model does not run on one micro-batch cut from its inputs, so it cannot be "
+            "checked against the loop "
             f"({error}); give every batched input the batch in batch_dim, or pass check=False"
         ) from error
     still = all(_close(a, b) for a, b in zip(first, second, strict=False))
@@ -420,7 +474,8 @@ def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) ->
         with nullcontext() if still else _evaluating(model):
             _hold_against_loop(engine, model, args, kwargs)
     except RuntimeError as error:
-        # Reentrant checkpoints cannot be differentiated to chosen leaves; arrivals are still counted in backward.
+        # Reentrant checkpoints cannot be differentiated to chosen leaves; arrivals are still
+        # counted in backward.
         if "use_reentrant" not in str(error):
             raise
 
@@ -435,17 +490,21 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
     with _plainly(engine):
         small = _outputs(run(engine, model, *_cut((args, kwargs), groups, 0))[1])
     if len(small) != len(full):
-        raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
-    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a scalar.
+        raise UnsupportedUse(
+            "the model returns other outputs for one micro-batch than for the mini-batch"
+        )
+    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a
+    # scalar.
     generator = torch.Generator().manual_seed(0)
     seeds: list[Tensor] = []
     axes: list[int | None] = []
     for o, piece in zip(full, small, strict=True):
         rows = min(groups.micro, groups.batch)
         where = [
-            d for d, n in enumerate(o.shape)
+            d
+            for d, n in enumerate(o.shape)
             if n == groups.batch and piece.shape == (*o.shape[:d], rows, *o.shape[d + 1 :])
-        ]  # fmt: skip
+        ]
         axes.append(where[0] if where else None)
         seed = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)
         if not where:  # not samples: the loss, where there is nothing else
@@ -458,10 +517,14 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
     squares: list[Any] = [None] * len(entries)
     for k in kept:
         lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
-        cut = [s if d is None else s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
+        cut = [
+            s if d is None else s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)
+        ]
         with _plainly(engine):
-            grads = _grad(engine, model, *_cut((args, kwargs), groups, k), params, cut)
-        # A scalar is the micro-batch's own mean, of which the mini-batch's holds the share W_k/W = 1/(κ c_k).
+            a, kw = _cut((args, kwargs), groups, k)
+            grads = _grad(engine, model, a, kw, params, cut)
+        # A scalar is the micro-batch's own mean, of which the mini-batch's holds the share W_k/W =
+        # 1/(κ c_k).
         share = 1.0 if batched else (1 / (groups.kappa * c[k]) if c[k] else 0.0)
         for i, g in enumerate(grads):
             if g is not None:
@@ -491,7 +554,12 @@ def _plainly(engine: Engine) -> Iterator[None]:
 
 
 def _grad(
-    engine: Engine, model: nn.Module, args: Any, kwargs: Any, leaves: list[Tensor], seeds: list[Tensor]
+    engine: Engine,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    leaves: list[Tensor],
+    seeds: list[Tensor],
 ) -> list[Tensor | None]:
     def differentiate(outputs: list[Any]) -> list[Tensor | None]:
         engine.probe = None  # checkpoints recompute their forward in here
@@ -504,7 +572,9 @@ def _grad(
     return result
 
 
-def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], squares: list[Any]) -> None:
+def _compare_gradients(
+    entries: list[Entry], got: list[Any], wants: list[Any], squares: list[Any]
+) -> None:
     """Every parameter's gradient and square, with a tolerance for sums in another order."""
     largest = max([float(w.abs().max()) for w in wants if w is not None and w.numel()] or [0.0])
     wrong = []
@@ -520,14 +590,18 @@ def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], s
         for kind, a, b, size in (("gradient", grad, want, scale), ("square", sq, square, scale**2)):
             difference = float("inf") if a is None else float((a.double() - b).abs().max())
             if size and not difference <= tolerance * size:
+                through = ", ".join(sorted(entry.operations)) or "an operation torch does not show"
                 wrong.append(
-                    f"{entry.name}: its {kind} is off by {difference / size:.1g} of the largest (through "
-                    f"{', '.join(sorted(entry.operations)) or 'an operation that torch does not show'})"
+                    f"{entry.name}: its {kind} is off by {difference / size:.1g} of the largest "
+                    f"(through {through})"
                 )
                 break
     if wrong:
         raise UnsupportedUse(
-            "one pass and the loop over micro-batches disagree on this model:\n  " + "\n  ".join(wrong) + "\nEither "
-            "samples of different micro-batches influence each other, or an operation is not covered; loop over "
+            "one pass and the loop over micro-batches disagree on this model:\n  "
+            + "\n  ".join(wrong)
+            + "\nEither "
+            "samples of different micro-batches influence each other, or an operation is not "
+            "covered; loop over "
             "micro-batches"
         )

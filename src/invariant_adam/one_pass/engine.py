@@ -1,7 +1,9 @@
+# torch leaves Function.apply and hooks untyped:
+# mypy: disable-error-code="no-untyped-call,no-any-return"
 """`one_pass`: open a model for one backward over a mini-batch, and leave its pairs.
 
-On entry every trainable parameter's class is swapped for one whose operations come through `dispatch`; on leaving it
-is swapped back, and (mean g, mean g²) is handed over by `pair.put`.
+On entry every trainable parameter's class is swapped for one whose operations come through
+`dispatch`; on leaving it is swapped back, and (mean g, mean g²) is handed over by `pair.put`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Engine:
         self.single = False  # one group: the square of the gradient is the answer
         self.compilable = False  # a check has passed, so that a compiled graph may rely on `tied`
         self.checked: set[Any] = set()
-        self.free: set[tuple[str, str]] = set()  # uses that sizes call batched and the check does not
+        self.free: set[tuple[str, str]] = (
+            set()
+        )  # uses that sizes call batched and the check does not
         self.bound: set[tuple[str, str]] = set()  # the reverse
         self.axes: dict[tuple[str, str], int] = {}  # where the check found the batch elsewhere
         self.probe: Probe | None = None
@@ -80,16 +84,19 @@ class Engine:
         """Refuse to go on where the batch is not known."""
         if not self.known:
             raise UnsupportedUse(
-                f"one_pass met {name} on a parameter before the model was called; call the model itself (its forward "
+                f"one_pass met {name} on a parameter before the model was called; call the model "
+                f"itself (its forward "
                 "shows the batch), or pass batch_size= and check=False"
             )
         if torch.compiler.is_compiling() and not self.compilable:
             raise UnsupportedUse(
-                "a compiled model must be checked before it is traced: pass the compiled module itself to one_pass"
+                "a compiled model must be checked before it is traced: pass the compiled module "
+                "itself to one_pass"
             )
 
     def handle_of(self, t: Any) -> Handle | None:
-        """The handle of a parameter of this engine or of a lifted value; None for any other value."""
+        """The handle of a parameter of this engine or of a lifted value; None for any other
+        value."""
         if isinstance(t, Lifted):
             return t.handle
         if isinstance(t, OnePassParameter):
@@ -143,20 +150,28 @@ class Engine:
         return t.ndim > axis and t.shape[axis] == self.groups.batch
 
     def place(
-        self, x: Tensor, event: int, name: str, held: tuple[Handle | None, ...], routed: bool = False
+        self,
+        x: Tensor,
+        event: int,
+        name: str,
+        held: tuple[Handle | None, ...],
+        routed: bool = False,
     ) -> Place | None:
-        """Where the batch is in x, whose last `event` dimensions are not rows; None for a constant."""
-        for h in held:
-            self.note(h, name)
+        """Where the batch is in x, whose last `event` dimensions are not rows; None for a
+        constant."""
         ids = None
         if x.requires_grad and not torch.compiler.is_compiling():
             ids = group_ids(x, self.groups)
         if ids is not None:
             if not routed:
                 raise UnsupportedUse(
-                    f"{self.names(held)} goes through {name} on rows picked from the batch by index, which only "
-                    "linear layers and elementwise products support; apply it before the rows are picked"
+                    f"{self.names(held)} goes through {name} on rows picked from the batch by "
+                    f"index, which only "
+                    "linear layers and elementwise products support; apply it before the rows are "
+                    "picked"
                 )
+            for h in held:
+                self.note(h, name)
             if self.probe is not None:
                 self.probe.rows(self.names(held), name, x, ids, None)
             return Place(0, ids)
@@ -169,8 +184,10 @@ class Engine:
             axis = self.axes.get((self.names(held), name), axis)
         if axis is None:
             raise UnsupportedUse(
-                f"{self.names(held)} goes through {name} with an input of shape {tuple(x.shape)}, in which no "
-                f"dimension is the batch of {self.groups.batch}: rows were dropped, packed or regrouped before it; "
+                f"{self.names(held)} goes through {name} with an input of shape {tuple(x.shape)}, "
+                f"in which no "
+                f"dimension is the batch of {self.groups.batch}: rows were dropped, packed or "
+                f"regrouped before it; "
                 "loop over micro-batches, or keep the batch in its dimension"
             )
         return self.place_at(x, axis, event, name, held)
@@ -179,6 +196,8 @@ class Engine:
         self, x: Tensor, axis: int, event: int, name: str, held: tuple[Handle | None, ...]
     ) -> Place:
         """`place` with the batch dimension known."""
+        for h in held:
+            self.note(h, name)
         if self.probe is not None:
             self.probe.rows(self.names(held), name, x, None, axis)
         return Place(axis)
@@ -195,17 +214,20 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         p.grad = mean_k g_k,   p.grad_sq = mean_k g_k²,   k = 1 … κ = B/M
 
     Arguments:
-        model: the module whose forward runs inside the context; a compiled module is passed as it is.
-        micro_batch_size: M, in samples. Samples k·M … (k+1)·M - 1 of the mini-batch are micro-batch k.
-        reduction: how the loss reduces over samples. "mean" divides by the mini-batch; "sum" does not, and g_k is
+        model: the module whose forward runs inside the context; a compiled module is passed as it
+        is. micro_batch_size: M, in samples. Samples k·M … (k+1)·M - 1 of the mini-batch are
+        micro-batch k. reduction: how the loss reduces over samples. "mean" divides by the
+        mini-batch; "sum" does not, and g_k is
             then the gradient of micro-batch k's sum.
         batch_dim: the dimension of the batch in the model's inputs.
         batch_size: B, in samples; by default read from the model's inputs.
-        weights: the weight of each sample (B,) or token (B, T) in a loss that is a weighted mean over the
-            mini-batch, Σ w l / Σ w: a mask of 0 and 1 for a loss averaged over tokens that are not padding.
-            Micro-batch k then counts W_k/W in both means.
-        ragged: what to do when M does not divide B: "weight" counts the last micro-batch n/M, "refuse" raises.
-        check: run the model a few times more the first time it meets a shape of input, to establish that the rows
+        weights: the weight of each sample (B,) or token (B, T) in a loss that is a weighted mean
+        over the
+            mini-batch, Σ w l / Σ w: a mask of 0 and 1 for a loss averaged over tokens that are not
+            padding. Micro-batch k then counts W_k/W in both means.
+        ragged: what to do when M does not divide B: "weight" counts the last micro-batch n/M,
+        "refuse" raises. check: run the model a few times more the first time it meets a shape of
+        input, to establish that the rows
             each parameter sees stay with their samples.
 
     >>> import torch
@@ -217,10 +239,17 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     """
 
     def __init__(
-        self, model: nn.Module, micro_batch_size: int, *, reduction: Literal["mean", "sum"] = "mean",
-        batch_dim: int = 0, batch_size: int | None = None, weights: Tensor | None = None,
-        ragged: Literal["weight", "refuse"] = "weight", check: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        micro_batch_size: int,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        weights: Tensor | None = None,
+        ragged: Literal["weight", "refuse"] = "weight",
+        check: bool = True,
+    ) -> None:
         if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be an integer >= 1, got {micro_batch_size!r}")
         if reduction not in ("mean", "sum"):
@@ -230,7 +259,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if batch_dim < 0:
             raise ValueError(f"batch_dim must be >= 0, got {batch_dim}")
         if weights is not None and reduction == "sum":
-            raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
+            raise ValueError(
+                'weights= describes a weighted mean; it has no meaning with reduction="sum"'
+            )
         self.model, self.micro, self.reduction = model, micro_batch_size, reduction
         self.batch_size, self.weights, self.ragged, self.check = batch_size, weights, ragged, check
         engines = _engines.setdefault(model, {})
@@ -251,12 +282,14 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for entry in entries:
             if entry.param.grad is not None and pair.peek(entry.param) is None:
                 raise RuntimeError(
-                    f"{entry.name} has a gradient from outside one_pass; consume it (fold, step) or clear it "
+                    f"{entry.name} has a gradient from outside one_pass; consume it (fold, step) "
+                    f"or clear it "
                     "(zero_grad) first"
                 )
             if type(entry.param) is not nn.Parameter:
                 raise UnsupportedUse(
-                    f"{entry.name} is a {type(entry.param).__name__}; one_pass follows torch.nn.Parameter only"
+                    f"{entry.name} is a {type(entry.param).__name__}; one_pass follows "
+                    f"torch.nn.Parameter only"
                 )
         try:
             self._open(entries)
@@ -294,7 +327,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self._divide(self.batch_size)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         State.engine = None
         self._restore()
@@ -317,7 +353,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             pair.disarm(entry.param)
 
     def _watch(self, entry: Entry) -> None:
-        """Hand the pair over as soon as both halves have arrived, so that the optimizer frees it in backward."""
+        """Hand the pair over as soon as both halves have arrived, so that the optimizer frees it in
+        backward."""
 
         def arrived(_: Tensor) -> None:
             ready = entry.param.grad is not None and (
@@ -326,15 +363,17 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if ready:
                 self._put(entry)
 
-        self.undo.append(entry.param.register_post_accumulate_grad_hook(arrived))
-        self.undo.append(entry.companion.register_post_accumulate_grad_hook(arrived))
+        for leaf in (entry.param, entry.companion):
+            self.undo.append(leaf.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See the mini-batch before the model does."""
         engine = self.engine
         if not torch.is_grad_enabled() or engine.probe is not None or torch.compiler.is_compiling():
             return
-        if any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed):
+        if any(
+            e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed
+        ):
             self._harvest()  # a backward has run since the last forward: this is another mini-batch
             for i, entry in enumerate(self.armed):
                 self.before[i] = entry.param.grad
@@ -358,12 +397,14 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         n = batch % micro
         if n and self.ragged == "refuse":
             raise ValueError(
-                f"micro_batch_size={self.micro} does not divide the mini-batch of {batch} samples; drop the last "
+                f"micro_batch_size={self.micro} does not divide the mini-batch of {batch} "
+                f"samples; drop the last "
                 f'{n}, or pass ragged="weight" to count them as {n}/{self.micro} of a micro-batch'
             )
         if (n or batch < self.micro) and self.reduction == "sum":
             raise ValueError(
-                f"a ragged micro-batch ({batch} samples, micro_batch_size={self.micro}) has no sum comparable with "
+                f"a ragged micro-batch ({batch} samples, micro_batch_size={self.micro}) has no "
+                f"sum comparable with "
                 'the others\'; use reduction="mean"'
             )
         c = None
@@ -375,14 +416,19 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             else:
                 if self.weights.shape[0] != batch:
                     raise ValueError(
-                        f"weights has {self.weights.shape[0]} rows for a mini-batch of {batch} samples"
+                        f"weights has {self.weights.shape[0]} rows for a mini-batch of {batch} "
+                        f"samples"
                     )
                 w = self.weights.detach().to(device, torch.float64).reshape(batch, -1).sum(1)
             ids = torch.arange(batch, device=device) // micro
             W = torch.zeros(kappa, dtype=torch.float64, device=device).index_add(0, ids, w)
             # W/(κ W_k); a group of no weight has no gradient either.
             c = torch.where(W > 0, W.sum() / (kappa * W), 0.0)
-        same = engine.groups.batch == batch and engine.groups.micro == micro and engine.groups.c is None
+        same = (
+            engine.groups.batch == batch
+            and engine.groups.micro == micro
+            and engine.groups.c is None
+        )
         if c is not None or not same:
             engine.groups = Groups(batch, micro, engine.axis, c)
         engine.known, engine.single = True, kappa == 1
@@ -405,14 +451,19 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 wrong.append(f"{entry.name}: a gradient without a square (through {through})")
             elif entry.arrived > 1:
                 wrong.append(
-                    f"{entry.name}: squared {entry.arrived} times in parts, without their cross terms (through "
+                    f"{entry.name}: squared {entry.arrived} times in parts, without their cross "
+                    f"terms (through "
                     f"{through})"
                 )
         if wrong:
             raise UnsupportedUse(
-                "one_pass cannot square these parameters exactly:\n  " + "\n  ".join(wrong) + "\nA custom "
-                "autograd.Function hides its parameters: write it with torch operations. A parameter used by several "
-                "forwards or several reentrant checkpoints needs one forward, or use_reentrant=False, and check=True."
+                "one_pass cannot square these parameters exactly:\n  "
+                + "\n  ".join(wrong)
+                + "\nA custom "
+                "autograd.Function hides its parameters: write it with torch operations. A "
+                "parameter used by several "
+                "forwards or several reentrant checkpoints needs one forward, or "
+                "use_reentrant=False, and check=True."
             )
         for entry in self.armed:
             if entry.param.grad is not None and not entry.done:
@@ -444,12 +495,15 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
 
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
     sizes = [
-        t.shape[axis] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis
+        t.shape[axis]
+        for t in tree_leaves((args, kwargs))
+        if isinstance(t, Tensor) and t.ndim > axis
     ]
     found = set(sizes) - {1} or set(sizes)
     if len(found) != 1:
         raise ValueError(
-            f"the model's inputs have sizes {sizes} in dimension {axis}, so the mini-batch cannot be told from them; "
+            f"the model's inputs have sizes {sizes} in dimension {axis}, so the mini-batch cannot "
+            f"be told from them; "
             "pass batch_size="
         )
     return int(found.pop())
@@ -459,7 +513,8 @@ def _refuse_modules(model: nn.Module, entries: list[Entry]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise UnsupportedUse(
-                f"{name} is a SyncBatchNorm, whose statistics span workers and micro-batches; use BatchNorm (one_pass "
+                f"{name} is a SyncBatchNorm, whose statistics span workers and micro-batches; use "
+                f"BatchNorm (one_pass "
                 "gives each micro-batch its own statistics, as the loop does) or GroupNorm"
             )
 

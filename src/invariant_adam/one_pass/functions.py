@@ -1,10 +1,13 @@
+# ruff: noqa: D102 - forward and backward
 """The operations as autograd Functions whose parameter gradients come with their squares.
 
 Each Function takes a parameter `w` together with a `tag`, and is in one of two modes:
 
-    one use     w is the parameter, tag its companion: backward returns dW for w and Σ_k c_k s_k² for the tag
-    grouped     w is a detached value, tag its stride-0 expansion over the κ groups: backward returns all s_k
-                for the tag, so that the uses of a shared parameter add up before `Expand` squares them
+    one use     w is the parameter, tag its companion: backward returns dW for w and Σ_k c_k s_k²
+    for the tag grouped     w is a detached value, tag its stride-0 expansion over the κ groups:
+    backward returns all s_k
+                for the tag, so that the uses of a shared parameter add up before `Expand` squares
+                them
 
 There are no side effects in backward beyond counting arrivals, which compiled graphs leave out.
 """
@@ -47,7 +50,8 @@ def deliver(
 
 
 def owned(y: Tensor) -> Tensor:
-    """y as no view of anything: autograd forbids writing in place over a view that a Function returns."""
+    """y as no view of anything: autograd forbids writing in place over a view that a Function
+    returns."""
     return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]
 
 
@@ -55,7 +59,9 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-def deliver_sums(groups: Groups, handle: Handle, sums: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+def deliver_sums(
+    groups: Groups, handle: Handle, sums: list[Tensor]
+) -> tuple[Tensor | None, Tensor]:
     """`deliver` for shares that are already formed, (groups, *w.shape) per part."""
     return deliver(groups, handle, [(t,) for t in sums], sum_square, _same)
 
@@ -80,9 +86,18 @@ class Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, tag_w: Tensor, b: Any, tag_b: Any,
-        groups: Groups, axis: int, flip: bool, hw: Handle, hb: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tag_w: Tensor,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        axis: int,
+        flip: bool,
+        hw: Handle,
+        hb: Any,
+    ) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.groups, ctx.axis, ctx.flip, ctx.hw, ctx.hb = groups, axis, flip, hw, hb
         return owned(x @ w if b is None else x @ w + b) if flip else owned(F.linear(x, w, b))
@@ -91,14 +106,18 @@ class Linear(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         groups, axis = ctx.groups, ctx.axis
-        dx = dW = S = db = Sb = None
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
         if ctx.needs_input_grad[0]:
             wg = w.to(g.dtype)
             dx = (g @ (wg.t() if ctx.flip else wg)).to(x.dtype)
         Gs = groups.split(g, axis, 1)
         if ctx.needs_input_grad[2]:
             Xs = groups.split(x, axis, 1)
-            pairs = list(zip(Xs, Gs) if ctx.flip else zip(Gs, Xs))  # noqa: B905
+            pairs = zip(Xs, Gs, strict=True) if ctx.flip else zip(Gs, Xs, strict=True)
             dW, S = deliver(groups, ctx.hw, pairs, gemm_square, gemm_groups)
         if ctx.hb is not None and ctx.needs_input_grad[4]:
             db, Sb = deliver_sums(
@@ -117,9 +136,18 @@ class RoutedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, tag_w: Tensor, b: Any, tag_b: Any,
-        ids: Tensor, groups: Groups, flip: bool, hw: Handle, hb: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tag_w: Tensor,
+        b: Any,
+        tag_b: Any,
+        ids: Tensor,
+        groups: Groups,
+        flip: bool,
+        hw: Handle,
+        hb: Any,
+    ) -> Tensor:
         ctx.save_for_backward(x, w, ids)
         ctx.groups, ctx.flip, ctx.hw, ctx.hb = groups, flip, hw, hb
         ctx.group_ids = ids  # read by routing.group_ids further down the graph
@@ -129,7 +157,11 @@ class RoutedLinear(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w, ids = ctx.saved_tensors
         groups = ctx.groups
-        dx = dW = S = db = Sb = None
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
         if ctx.needs_input_grad[0]:
             wg = w.to(g.dtype)
             dx = (g @ (wg.t() if ctx.flip else wg)).to(x.dtype)
@@ -165,20 +197,40 @@ class Conv(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, tag_w: Any, b: Any, tag_b: Any,
-        groups: Groups, geo: Geometry, hw: Any, hb: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tag_w: Any,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        geo: Geometry,
+        hw: Any,
+        hb: Any,
+    ) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.groups, ctx.geo, ctx.hw, ctx.hb = groups, geo, hw, hb
         return torch.convolution(
-            x, w, b, geo.stride, geo.padding, geo.dilation, geo.transposed, geo.output_padding, geo.groups
+            x,
+            w,
+            b,
+            geo.stride,
+            geo.padding,
+            geo.dilation,
+            geo.transposed,
+            geo.output_padding,
+            geo.groups,
         )
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         groups, geo = ctx.groups, ctx.geo
-        dx = dW = S = db = Sb = None
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
         if ctx.needs_input_grad[0]:
             dx = conv_backward(g, x.to(g.dtype), w.to(g.dtype), geo, [True, False, False])[0]
             dx = dx.to(x.dtype)
@@ -198,9 +250,15 @@ class Embedding(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, w: Tensor, tag: Tensor, padding: Any, groups: Groups, axis: int,
+        ctx: Any,
+        ids: Tensor,
+        w: Tensor,
+        tag: Tensor,
+        padding: Any,
+        groups: Groups,
+        axis: int,
         handle: Handle,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.padding, ctx.groups, ctx.axis, ctx.handle = padding, groups, axis, handle
         ctx.rows, ctx.dtype = w.shape[0], w.dtype
@@ -227,9 +285,19 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Any, tag_w: Any, b: Any, tag_b: Any,
-        groups: Groups, axis: int, shape: tuple[int, ...], eps: float, hw: Any, hb: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        w: Any,
+        tag_w: Any,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        axis: int,
+        shape: tuple[int, ...],
+        eps: float,
+        hw: Any,
+        hb: Any,
+    ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
         ctx.save_for_backward(x, w, b, mean, rstd)
         ctx.groups, ctx.axis, ctx.shape, ctx.hw, ctx.hb = groups, axis, shape, hw, hb
@@ -239,7 +307,11 @@ class LayerNorm(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w, b, mean, rstd = ctx.saved_tensors
         groups, event = ctx.groups, len(ctx.shape)
-        dx = dW = S = db = Sb = None
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
         if ctx.needs_input_grad[0]:
             dx = torch.ops.aten.native_layer_norm_backward(
                 g, x, ctx.shape, mean, rstd, w, b, [True, False, False]
@@ -259,24 +331,39 @@ class LayerNorm(Function):
 
 
 class Affine(Function):
-    """y = x w + b with w, b (C,) along dimension 1 of x (B·r, C, *spatial): the end of every channel norm."""
+    """y = x w + b with w, b (C,) along dimension 1 of x (B·r, C, *spatial): the end of every
+    channel norm."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Any, tag_w: Any, b: Any, tag_b: Any, groups: Groups, hw: Any, hb: Any
+        ctx: Any,
+        x: Tensor,
+        w: Any,
+        tag_w: Any,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        hw: Any,
+        hb: Any,
     ) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.groups, ctx.hw, ctx.hb = groups, hw, hb
         shape = (1, -1) + (1,) * (x.ndim - 2)
         if w is None:
             return x + b.view(shape)
-        return x * w.view(shape) if b is None else torch.addcmul(b.view(shape), x, w.view(shape))
+        if b is None:
+            return x * w.view(shape)  # type: ignore[no-any-return]
+        return torch.addcmul(b.view(shape), x, w.view(shape))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         groups = ctx.groups
-        dx = dW = S = db = Sb = None
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
         if ctx.needs_input_grad[0]:
             dx = g if w is None else g * w.view((1, -1) + (1,) * (x.ndim - 2))
         if ctx.hw is not None and ctx.needs_input_grad[2]:

@@ -1,8 +1,9 @@
 """Which rows of a tensor belong to which micro-batch.
 
-A mini-batch of B samples is κ = ⌈B/M⌉ groups of M neighbouring samples; the last may be ragged. With a loss that is
-a (weighted) mean over the mini-batch, group k's share of a gradient is s_k = (W_k/W) g_k, where g_k is the gradient
-of that group's own mean and W_k its weight (its number of samples, where no weights are given). Then
+A mini-batch of B samples is κ = ⌈B/M⌉ groups of M neighbouring samples; the last may be ragged.
+With a loss that is a (weighted) mean over the mini-batch, group k's share of a gradient is s_k =
+(W_k/W) g_k, where g_k is the gradient of that group's own mean and W_k its weight (its number of
+samples, where no weights are given). Then
 
     mean g  = Σ_k (W_k/W) g_k  = Σ_k s_k
     mean g² = Σ_k (W_k/W) g_k² = Σ_k (W/W_k) s_k²
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class UnsupportedUse(RuntimeError):
+class UnsupportedUse(RuntimeError):  # noqa: N818 - it names what happened
     """A parameter is used in a way that one pass cannot square exactly."""
 
 
@@ -49,8 +50,9 @@ class Groups:
     def axis_of(self, shape: torch.Size, leading: int) -> int | None:
         """The batch dimension among the first `leading` dimensions of `shape`, or None.
 
-        A dimension of exactly B at `axis`, else a first dimension that is a multiple of B (B·T flattened batch
-        first), else any of exactly B. Sizes only suggest; `check.py` establishes it.
+        A dimension of exactly B at `axis`, else a first dimension that is a multiple of B (B·T
+        flattened batch first), else any of exactly B. Sizes only suggest; `check.py` establishes
+        it.
         """
         if leading > self.axis and shape[self.axis] == self.batch:
             return self.axis
@@ -71,7 +73,8 @@ class Groups:
         ]
 
     def stack(self, x: Tensor, axis: int) -> list[Tensor]:
-        """Per part, x as (groups, samples per group, *the other dimensions), the batch moved first."""
+        """Per part, x as (groups, samples per group, *the other dimensions), the batch moved
+        first."""
         x = x.movedim(axis, 0) if axis else x
         times = x.shape[0] // self.batch
         return [

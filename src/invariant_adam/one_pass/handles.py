@@ -1,8 +1,8 @@
 """What the engine knows about a parameter, and about a value computed from parameters alone.
 
-A parameter in an open context is an `Entry`. A value made from parameters without any sample (a transposed weight,
-a slice of a position table, a weight norm's weight) is a `Lifted` tensor: it looks like the value, and carries a
-`Handle` that leads per-group gradients back to the parameters.
+A parameter in an open context is an `Entry`. A value made from parameters without any sample (a
+transposed weight, a slice of a position table, a weight norm's weight) is a `Lifted` tensor: it
+looks like the value, and carries a `Handle` that leads per-group gradients back to the parameters.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ class Entry:
     def __init__(self, name: str, param: Tensor) -> None:
         self.name = name
         self.param = param
-        # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no memory.
+        # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no
+        # memory.
         zero = torch.zeros((), dtype=wide(param.dtype), device=param.device)
         self.companion = zero.expand(param.shape).requires_grad_()
         self.tied = False  # used more than once in a forward
-        self.shared: Tensor | None = None  # the κ expanded copies all uses of a tied parameter draw from
+        self.shared: Tensor | None = (
+            None  # the κ expanded copies all uses of a tied parameter draw from
+        )
         self.done = False  # the pair has been handed over
         self.arrived = 0  # squares delivered in this backward
         self.operations: set[str] = set()
@@ -37,15 +40,21 @@ class Handle:
     """A value with its tag: see `functions`."""
 
     def __init__(
-        self, value: Tensor, tag: Tensor, grouped: bool, entry: Entry | None,
-        resize: Callable[[int, int, int], Tensor] | None = None, label: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        value: Tensor,
+        tag: Tensor,
+        grouped: bool,
+        entry: Entry | None,
+        resize: Callable[[int, int, int], Tensor] | None = None,
+        label: str = "",
+    ) -> None:
         self.value = value
         self.tag = tag
         self.grouped = grouped
         self.entry = entry  # None where a delivery is not to be counted for a parameter
         self.label = label or ("" if entry is None else entry.name)  # the parameters it comes from
-        # Where the value was expanded over the batch: the copies for groups lo..hi with m samples each.
+        # Where the value was expanded over the batch: the copies for groups lo..hi with m samples
+        # each.
         self.resize = resize
         self.dtype = value.dtype
         self.square_dtype = wide(value.dtype)
@@ -62,9 +71,7 @@ class Lifted(torch.Tensor):
     handle: Handle
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from .dispatch import dispatch
 
         with torch._C.DisableTorchFunctionSubclass():

@@ -6,9 +6,10 @@ One backward over a mini-batch of κ micro-batches leaves on every parameter
     p.grad_sq     mean_k g_k²     float32 at least, of the parameter's shape
     p.grad_kappa  κ               micro-batches in the mean; a ragged one counts n/M
 
-The engine calls `arm` when it opens, `put` for each parameter once its square exists, and `disarm` when it
-closes. The optimizer calls `take`. An optimizer that folds during backward also calls `subscribe`: it is then
-handed each pair at once, so that no more than one parameter's pair is alive.
+The engine calls `arm` when it opens, `put` for each parameter once its square exists, and `disarm`
+when it closes. The optimizer calls `take`. An optimizer that folds during backward also calls
+`subscribe`: it is then handed each pair at once, so that no more than one parameter's pair is
+alive.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def arm(p: Tensor) -> None:
 
 def disarm(p: Tensor) -> None:
     """Take `arm` back."""
-    _armed.pop(p, None)
+    if p in _armed:
+        del _armed[p]
 
 
 def is_armed(p: Tensor) -> bool:
@@ -62,9 +64,8 @@ def put(p: Tensor, grad: Tensor, grad_sq: Tensor, kappa: float) -> None:
         grad_sq = (before.grad_sq * before.kappa + grad_sq * kappa) / total
         kappa = total
     p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
-    taker = _subscribers.get(p)
-    if taker is not None:
-        taker(p)
+    if p in _subscribers:
+        _subscribers[p](p)
 
 
 def peek(p: Tensor) -> Pair | None:
@@ -75,9 +76,12 @@ def peek(p: Tensor) -> Pair | None:
     kappa = getattr(p, "grad_kappa", None)
     if p.grad is None or kappa is None or not kappa > 0 or grad_sq.shape != p.shape:
         raise RuntimeError(
-            f"a parameter of shape {tuple(p.shape)} has grad_sq of shape {tuple(grad_sq.shape)} with "
-            f"grad={'None' if p.grad is None else 'set'} and grad_kappa={kappa}; a pair needs all three, "
-            "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
+            f"a parameter of shape {tuple(p.shape)} has grad_sq of shape {tuple(grad_sq.shape)} "
+            f"with "
+            f"grad={'None' if p.grad is None else 'set'} and grad_kappa={kappa}; a pair needs all "
+            f"three, "
+            "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear "
+            "them with "
             "the optimizer's zero_grad()"
         )
     return Pair(p.grad, grad_sq, float(kappa))

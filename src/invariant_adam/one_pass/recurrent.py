@@ -1,7 +1,8 @@
 """RNN, LSTM and GRU, step by step.
 
-The input weights are one linear layer over all time steps. The recurrent weights are used once per step, so each
-micro-batch steps with its own copy of them, and the copies' gradients are squared at the end.
+The input weights are one linear layer over all time steps. The recurrent weights are used once per
+step, so each micro-batch steps with its own copy of them, and the copies' gradients are squared at
+the end.
 """
 
 from __future__ import annotations
@@ -51,22 +52,29 @@ CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
 def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
     """A recurrent network of any number of layers and both directions."""
     name = func.__name__
-    if isinstance(hx, Tensor) and isinstance(weights, (tuple, list)) is False or len(rest) != 6:
+    if (isinstance(hx, Tensor) and isinstance(weights, (tuple, list)) is False) or len(rest) != 6:
         raise UnsupportedUse(
-            f"{name} on a packed sequence loses the batch dimension; pad it and pass weights= for the loss"
+            f"{name} on a packed sequence loses the batch dimension; pad it and pass weights= for "
+            f"the loss"
         )
     has_bias, layers, dropout, training, bidirectional, batch_first = rest
     directions = 2 if bidirectional else 1
     per = 4 if has_bias else 2
     names = engine.names([engine.handle_of(w) for w in weights])
     if len(weights) != per * layers * directions:
-        raise UnsupportedUse(f"{names} goes through {name} with proj_size; put a Linear layer after it")
+        raise UnsupportedUse(
+            f"{names} goes through {name} with proj_size; put a Linear layer after it"
+        )
     states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
     if any(engine.handle_of(t) is not None for t in (x, *states)):
-        raise UnsupportedUse(f"{names} goes through {name} with an input or state made from parameters alone")
+        raise UnsupportedUse(
+            f"{names} goes through {name} with an input or state made from parameters alone"
+        )
     axis = 0 if batch_first else 1
     if x.ndim != 3 or x.shape[axis] % engine.groups.batch:
-        raise UnsupportedUse(f"{names} goes through {name} with an input of shape {tuple(x.shape)} without the batch")
+        raise UnsupportedUse(
+            f"{names} goes through {name} with an input of shape {tuple(x.shape)} without the batch"
+        )
     last: list[States] = []
     for layer in range(layers):
         outs = []
@@ -84,7 +92,16 @@ def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: A
 
 
 @rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-def cell(engine: Engine, func: Any, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+def cell(
+    engine: Engine,
+    func: Any,
+    x: Any,
+    hx: Any,
+    w_ih: Any,
+    w_hh: Any,
+    b_ih: Any = None,
+    b_hh: Any = None,
+) -> Any:
     """One step: two linear layers and the cell."""
     states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
     gx = dispatch(F.linear, (x, w_ih, b_ih), {})

@@ -1,7 +1,7 @@
 """Rows that were picked from the batch by index: which micro-batch does each belong to?
 
-A mixture-of-experts layer sends `x[index]` to an expert, so the rows a weight sees are no longer in batch order. The
-autograd graph remembers the index; this module reads it back.
+A mixture-of-experts layer sends `x[index]` to an expert, so the rows a weight sees are no longer in
+batch order. The autograd graph remembers the index; this module reads it back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from .groups import Groups
 # Nodes that keep rows apart and in order.
 ROWWISE = frozenset(
     f"{name}Backward{i}"
-    for name in (
-        "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split SplitWithSizes Chunk Pow Clamp "
+    for name in (  # noqa: SIM905
+        "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split "
+        "SplitWithSizes Chunk Pow Clamp "
         "LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp Clone Linear"
     ).split()
     for i in (0, 1)

@@ -1,7 +1,10 @@
-"""One rule per operation: which rows belong to which group, and which Function computes the squares.
+# torch leaves Function.apply and hooks untyped:
+# mypy: disable-error-code="no-untyped-call,no-any-return"
+"""One rule per operation: which rows belong to which group, and which Function computes the
+squares.
 
-A rule gets the engine, the torch function and its arguments; it returns the result, or NotImplemented to leave the
-case to the fallback.
+A rule gets the engine, the torch function and its arguments; it returns the result, or
+NotImplemented to leave the case to the fallback.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """x as autocast would hand it to a matrix product: a Function has to ask, and then saves the small copy."""
+    """x as autocast would hand it to a matrix product: a Function has to ask, and then saves the
+    small copy."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
@@ -41,18 +45,30 @@ def parts(engine: Engine, h: Handle | None, plain: Any) -> tuple[Any, Any]:
 
 
 def _varies(engine: Engine, *tensors: Any) -> bool:
-    """Whether a tensor that should be a parameter comes from the batch (or x from parameters alone)."""
+    """Whether a tensor that should be a parameter comes from the batch (or x from parameters
+    alone)."""
     return any(
         isinstance(t, Tensor) and engine.handle_of(t) is None and t.requires_grad for t in tensors
     )
 
 
 def linear_with(
-    engine: Engine, name: str, x: Tensor, weight: Any, bias: Any, flip: bool = False, axis: Any = None
+    engine: Engine,
+    name: str,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    flip: bool = False,
+    axis: Any = None,
 ) -> Any:
     """y = x wᵀ + b (x w + b with `flip`), the batch of x at `axis` or found."""
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
-    if engine.handle_of(x) is not None or weight.ndim != 2 or x.ndim < 2 or _varies(engine, weight, bias):
+    if (
+        engine.handle_of(x) is not None
+        or weight.ndim != 2
+        or x.ndim < 2
+        or _varies(engine, weight, bias)
+    ):
         return NotImplemented
     if axis is None:
         place = engine.place(x, 1, name, (hw, hb), routed=True)
@@ -81,7 +97,16 @@ def matmul(engine: Engine, func: Any, input: Any, other: Any) -> Any:
 
 
 @rule("addmm")
-def addmm(engine: Engine, func: Any, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+def addmm(
+    engine: Engine,
+    func: Any,
+    input: Any,
+    mat1: Any,
+    mat2: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Any:
     """y = b + x w."""
     if beta != 1 or alpha != 1 or input.ndim != 1:
         return NotImplemented
@@ -89,7 +114,9 @@ def addmm(engine: Engine, func: Any, input: Any, mat1: Any, mat2: Any, *, beta: 
 
 
 @rule("bilinear")
-def bilinear(engine: Engine, func: Any, input1: Tensor, input2: Tensor, weight: Any, bias: Any = None) -> Any:
+def bilinear(
+    engine: Engine, func: Any, input1: Tensor, input2: Tensor, weight: Any, bias: Any = None
+) -> Any:
     """y_o = x₁ᵀ W_o x₂ + b_o: a linear layer of the outer product of its inputs."""
     outer = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
     return dispatch(F.linear, (outer, dispatch(Tensor.flatten, (weight, 1), {}), bias), {})
@@ -100,16 +127,26 @@ def _sizes(value: Any, n: int) -> tuple[int, ...]:
 
 
 def _convolve(
-    engine: Engine, name: str, x: Tensor, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any,
-    groups: int, transposed: bool = False, output_padding: Any = 0,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    name: str,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    transposed: bool = False,
+    output_padding: Any = 0,
+) -> Any:
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     if engine.handle_of(x) is not None or _varies(engine, weight, bias):
         return NotImplemented
     n = weight.ndim - 2
     if x.ndim != n + 2:
         raise UnsupportedUse(
-            f"{engine.names((hw, hb))} goes through {name} with an input of shape {tuple(x.shape)} without a batch "
+            f"{engine.names((hw, hb))} goes through {name} with an input of shape "
+            f"{tuple(x.shape)} without a batch "
             "dimension; add one"
         )
     if engine.place(x, n + 1, name, (hw, hb)) is None:
@@ -125,45 +162,81 @@ def _convolve(
     w, tag_w = parts(engine, hw, weight)
     b, tag_b = parts(engine, hb, bias)
     geo = Geometry(
-        tuple(weight.shape), _sizes(stride, n), _sizes(padding, n), dilation, transposed,
-        _sizes(output_padding, n), groups,
-    )  # fmt: skip
+        tuple(weight.shape),
+        _sizes(stride, n),
+        _sizes(padding, n),
+        dilation,
+        transposed,
+        _sizes(output_padding, n),
+        groups,
+    )
     return Conv.apply(x, w, tag_w, b, tag_b, engine.groups, geo, hw, hb)
 
 
 @rule("conv1d", "conv2d", "conv3d")
 def convolution(
-    engine: Engine, func: Any, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
-    dilation: Any = 1, groups: int = 1,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
     """A convolution of any stride, padding, dilation and grouping."""
-    return _convolve(
-        engine, func.__name__, input, weight, bias, stride, padding, dilation, groups
-    )
+    return _convolve(engine, func.__name__, input, weight, bias, stride, padding, dilation, groups)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(
-    engine: Engine, func: Any, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
-    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
     """A transposed convolution."""
     return _convolve(
-        engine, func.__name__, input, weight, bias, stride, padding, dilation, groups, True, output_padding
+        engine,
+        func.__name__,
+        input,
+        weight,
+        bias,
+        stride,
+        padding,
+        dilation,
+        groups,
+        True,
+        output_padding,
     )
 
 
 @rule("embedding")
 def embedding(
-    engine: Engine, func: Any, input: Tensor, weight: Any, padding_idx: int | None = None, max_norm: Any = None,
-    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
     """Rows of a table; repeated tokens of one micro-batch add before squaring."""
     h = engine.handle_of(weight)
     if max_norm is not None or scale_grad_by_freq:
         option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
         raise UnsupportedUse(
-            f"{engine.names((h,))} goes through embedding with {option}, which depends on the whole mini-batch; "
+            f"{engine.names((h,))} goes through embedding with {option}, which depends on the "
+            f"whole mini-batch; "
             "leave it out or loop over micro-batches"
         )
     if h is None or engine.handle_of(input) is not None:
@@ -179,15 +252,26 @@ def embedding(
 
 @rule("embedding_bag")
 def embedding_bag(
-    engine: Engine, func: Any, input: Tensor, weight: Any, offsets: Any = None, max_norm: Any = None,
-    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
-    per_sample_weights: Any = None, include_last_offset: bool = False, padding_idx: int | None = None,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
     """An embedding reduced over the second dimension of its ids (B, N)."""
     h = engine.handle_of(weight)
     if offsets is not None or input.ndim != 2:
         raise UnsupportedUse(
-            f"{engine.names((h,))} goes through embedding_bag with offsets; pad the bags to ids of shape (batch, "
+            f"{engine.names((h,))} goes through embedding_bag with offsets; pad the bags to ids "
+            f"of shape (batch, "
             "length) with padding_idx"
         )
     if isinstance(engine.handle_of(input), Handle) or h is None:
@@ -210,9 +294,14 @@ def embedding_bag(
 
 @rule("layer_norm")
 def layer_norm(
-    engine: Engine, func: Any, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None,
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
     eps: float = 1e-5,
-) -> Any:  # fmt: skip
+) -> Any:
     """Layer norm over the last dimensions."""
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     shape = tuple(normalized_shape)
@@ -231,7 +320,12 @@ def layer_norm(
 
 @rule("rms_norm")
 def rms_norm(
-    engine: Engine, func: Any, input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: Any = None,
 ) -> Any:
     """RMS norm: the normalised input times a vector."""
     if engine.handle_of(input) is not None or engine.handle_of(weight) is None:
@@ -256,9 +350,14 @@ def _channel_place(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any)
 
 @rule("group_norm")
 def group_norm(
-    engine: Engine, func: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None,
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
     eps: float = 1e-5,
-) -> Any:  # fmt: skip
+) -> Any:
     """Group norm: per sample, then a channel's scale and shift."""
     if not _channel_place(engine, "group_norm", input, weight, bias):
         return NotImplemented
@@ -269,45 +368,78 @@ def group_norm(
 
 @rule("instance_norm")
 def instance_norm(
-    engine: Engine, func: Any, input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
-    bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
     """Instance norm: per sample, then a channel's scale and shift."""
     if use_input_stats and running_mean is not None:
         held = (engine.handle_of(weight), engine.handle_of(bias))
         raise UnsupportedUse(
-            f"{engine.names(held)} goes through instance_norm with track_running_stats=True in train mode, whose "
+            f"{engine.names(held)} goes through instance_norm with track_running_stats=True in "
+            f"train mode, whose "
             "running statistics would differ from the loop's; set track_running_stats=False"
         )
     if not _channel_place(engine, "instance_norm", input, weight, bias):
         return NotImplemented
-    x = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
+    x = F.instance_norm(
+        input, running_mean, running_var, None, None, use_input_stats, momentum, eps
+    )
     return _channel_affine(engine, "instance_norm", x, weight, bias)
 
 
 @rule("batch_norm")
 def batch_norm(
-    engine: Engine, func: Any, input: Tensor, running_mean: Any, running_var: Any, weight: Any = None,
-    bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
+    engine: Engine,
+    func: Any,
+    input: Tensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
     """Batch norm: in train mode each micro-batch has its own statistics, as in the loop."""
     if not _channel_place(engine, "batch_norm", input, weight, bias):
         return NotImplemented
     if training:
         hw = engine.handle_of(weight)
         tracked = None if hw is None or hw.entry is None else hw.entry.tracked
-        x = ghost_normalise(
-            engine.groups, input, running_mean, running_var, tracked, momentum, eps
-        )
+        x = ghost_normalise(engine.groups, input, running_mean, running_var, tracked, momentum, eps)
     else:
         x = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
     return _channel_affine(engine, "batch_norm", x, weight, bias)
 
 
 @rule(
-    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub",
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__rdiv__",
-)  # fmt: skip
+    "add",
+    "sub",
+    "subtract",
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "rsub",
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__rdiv__",
+)
 def elementwise(engine: Engine, func: Any, *args: Any, **kwargs: Any) -> Any:
     """A parameter against the batch, element by element: each group meets its own copy."""
     if len(args) != 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
@@ -342,13 +474,19 @@ def elementwise(engine: Engine, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("expand", "repeat")
 def expand(engine: Engine, func: Any, input: Any, *sizes: Any) -> Any:
-    """A parameter spread over the batch (class tokens, queries): remember the copies before the spread."""
+    """A parameter spread over the batch (class tokens, queries): remember the copies before the
+    spread."""
     h = engine.handle_of(input)
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         sizes = tuple(sizes[0])
     axis, batch = engine.groups.axis, engine.groups.batch
     source = axis - (len(sizes) - input.ndim)
-    if h is None or axis >= len(sizes) or sizes[axis] != batch or (source >= 0 and input.shape[source] != 1):
+    if (
+        h is None
+        or axis >= len(sizes)
+        or sizes[axis] != batch
+        or (source >= 0 and input.shape[source] != 1)
+    ):
         return NotImplemented
     engine.note(h, func.__name__)
     base = engine.grouped(h)
