@@ -317,6 +317,30 @@ def _line(cell: dict) -> str:
     )
 
 
+def table(record: dict) -> str:
+    """The record as a Markdown table: ratio to plain / growth of the peak in MB."""
+    nets = list(dict.fromkeys(c["net"] for c in record["cells"]))
+    columns = [(n, M) for n in nets for M in MICRO]
+    lines = [
+        "| | " + " | ".join(f"{n} M={M}" for n, M in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for method in METHODS:
+        row = []
+        for n, M in columns:
+            found = [
+                c for c in record["cells"] if (c["net"], c["M"], c["method"]) == (n, M, method)
+            ]
+            if not found or "ratio" not in found[0]:
+                row.append("-")
+                continue
+            cell = found[0]
+            mark = "" if cell["exact"] or method == "plain" else " (not exact)"
+            row.append(f"{cell['ratio']:.2f} / {cell.get('peak_mb') or 0:.0f}{mark}")
+        lines.append(f"| {method} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peak", nargs=3, metavar=("NET", "METHOD", "M"))
@@ -326,7 +350,11 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "one_pass_cpu.json"
     )
+    parser.add_argument("--table", action="store_true", help="print the table of an earlier run")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.out.read_text())))
+        return
     if args.peak:
         torch.set_num_threads(2)
         print(peak(args.peak[0], args.peak[1], int(args.peak[2])))

@@ -218,7 +218,7 @@ def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_t
             continue
 
         def nth(*tensors: Tensor, i: int = i) -> Tensor:
-            return tree_flatten(call(*tensors))[0][i]  # type: ignore[no-any-return]
+            return tree_flatten(call(*tensors))[0][i]
 
         if torch.compiler.is_compiling() or one_to_one or name in CONVERSIONS:
             tag = torch.func.vmap(nth)(*tags)

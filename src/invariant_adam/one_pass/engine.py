@@ -364,7 +364,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 self._put(entry)
 
         for leaf in (entry.param, entry.companion):
-            self.undo.append(leaf.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+            self.undo.append(leaf.register_post_accumulate_grad_hook(arrived))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See the mini-batch before the model does."""

@@ -350,7 +350,7 @@ class Affine(Function):
         ctx.groups, ctx.hw, ctx.hb = groups, hw, hb
         shape = (1, -1) + (1,) * (x.ndim - 2)
         if w is None:
-            return x + b.view(shape)
+            return x + b.view(shape)  # type: ignore[no-any-return]
         if b is None:
             return x * w.view(shape)  # type: ignore[no-any-return]
         return torch.addcmul(b.view(shape), x, w.view(shape))

@@ -493,7 +493,7 @@ def expand(engine: Engine, func: Any, input: Any, *sizes: Any) -> Any:
 
     def spread(copies: Tensor, rows: int) -> Tensor:
         to = (*sizes[:axis], rows, *sizes[axis + 1 :])
-        return torch.func.vmap(lambda t: func(t, *to))(copies)  # type: ignore[no-any-return]
+        return torch.func.vmap(lambda t: func(t, *to))(copies)
 
     def resize(lo: int, hi: int, rows: int) -> Tensor:
         return spread(base[lo:hi], rows)
