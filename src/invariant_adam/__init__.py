@@ -1,9 +1,20 @@
 """Batch size invariant Adam for PyTorch: the names meant for users, and nothing else."""
 
 from . import reference, scaling
+from .one_pass import UnsupportedUse, explain, one_pass
 from .optimizer import InvariantAdam
 from .schedules import InvariantEMA, SampleLambdaLR, warmup_cosine
 
 __version__ = "0.1.0"
 
-__all__ = ["InvariantAdam", "InvariantEMA", "SampleLambdaLR", "reference", "scaling", "warmup_cosine"]
+__all__ = [
+    "InvariantAdam",
+    "InvariantEMA",
+    "SampleLambdaLR",
+    "UnsupportedUse",
+    "explain",
+    "one_pass",
+    "reference",
+    "scaling",
+    "warmup_cosine",
+]

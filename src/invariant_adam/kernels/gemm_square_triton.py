@@ -15,7 +15,7 @@ atomic additions.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
@@ -110,6 +110,18 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | 
         num_stages=_stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
     )  # fmt: skip
     return D, S
+
+
+@torch.library.custom_op("invariant_adam::gemm_square", mutates_args=())
+def gemm_square_op(G: Tensor, X: Tensor, c: Optional[Tensor]) -> tuple[Tensor, Tensor]:  # noqa: UP045 - the schema's
+    """`gemm_square` as an operator that `torch.compile` takes as it is."""
+    return gemm_square(G, X, c)
+
+
+@gemm_square_op.register_fake
+def _(G: Tensor, X: Tensor, c: Optional[Tensor]) -> tuple[Tensor, Tensor]:  # noqa: UP045
+    out = G.new_empty(G.shape[2], X.shape[2], dtype=torch.float32)
+    return out, torch.empty_like(out)
 
 
 def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:

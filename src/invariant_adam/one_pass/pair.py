@@ -50,7 +50,15 @@ def is_armed(p: Tensor) -> bool:
 
 def subscribe(p: Tensor, taker: Callable[[Tensor], None] | None) -> None:
     """Have `taker(p)` called whenever `put` completes the pair of `p`; the latest taker, or None, wins."""
-    _subscribers[p] = taker
+    if taker is not None:
+        _subscribers[p] = taker
+    elif p in _subscribers:
+        del _subscribers[p]
+
+
+def has_taker(p: Tensor) -> bool:
+    """Whether an optimizer wants the pair of `p` as soon as it is complete."""
+    return p in _subscribers
 
 
 def put(p: Tensor, grad: Tensor, grad_sq: Tensor, kappa: float) -> None:

@@ -1,0 +1,113 @@
+"""The weight gradient of a matrix product and the sum of its squared micro-batch parts.
+
+For κ groups of R rows, G (κ, R, o) and X (κ, R, i):
+
+    dW = Σ_k G_kᵀ X_k        S = Σ_k c_k (G_kᵀ X_k)²
+
+`c` is None (all ones) or one coefficient per group. S is float32 at least. No path holds all κ
+products at once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+# Bytes of per-group products alive at a time where they are formed in batches.
+CHUNK_BYTES = 8 << 20
+# Rows per group up to which the square is expanded into pairs of rows: above, forming each product
+# is cheaper
+# (docs/one_pass.md has the measured crossing).
+PAIR_ROWS = 4
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype squares are summed in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def method(rows: int) -> str:
+    """The name of the path that `gemm_square` takes for `rows` rows per group."""
+    return "square" if rows == 1 else "pairs" if rows <= PAIR_ROWS else "products"
+
+
+@cache
+def _fused() -> ModuleType | None:
+    """The Triton twin, where Triton is installed."""
+    try:
+        from . import gemm_square_triton
+    except ImportError:
+        return None
+    return gemm_square_triton
+
+
+def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
+    _, rows, out = G.shape
+    X = X.to(G.dtype)
+    how = method(rows)
+    if how == "products":
+        fused = _fused() if G.is_cuda else None
+        if fused is not None and fused.serves(G, X):
+            dW, S = fused.gemm_square_op(G, X, c)
+            return dW, S
+        return _products(G, X, c)
+    flat_g, flat_x = G.reshape(-1, out), X.reshape(-1, X.shape[-1])
+    dW = flat_g.t() @ flat_x
+    acc = wide(G.dtype)
+    if how == "square":
+        left, right = flat_g.to(acc).square(), flat_x.to(acc).square()
+        if c is not None:
+            left = left * c.to(acc)[:, None]
+        return dW, left.t() @ right
+    # (Σ_a G_aᵀX_a)² = Σ_{a≤b} w_ab (G_a⊙G_b)ᵀ(X_a⊙X_b) with w = 1 on the diagonal, 2 off it: one
+    # matrix product.
+    pairs = [(a, b) for a in range(rows) for b in range(a, rows)]
+    Ga, Xa = G.to(acc), X.to(acc)
+    Gc = Ga if c is None else Ga * c.to(acc)[:, None, None]
+    left = torch.cat([Gc[:, a] * Ga[:, b] * (1 if a == b else 2) for a, b in pairs])
+    right = torch.cat([Xa[:, a] * Xa[:, b] for a, b in pairs])
+    return dW, left.t() @ right
+
+
+def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
+    kappa, _, out = G.shape
+    inner = X.shape[-1]
+    acc = wide(G.dtype)
+    if G.device.type == "cpu" and not torch.compiler.is_compiling():
+        dW = torch.zeros(out, inner, dtype=acc)
+        S = torch.zeros_like(dW)
+        product = torch.empty(out, inner, dtype=G.dtype)
+        scales = [1.0] * kappa if c is None else c.tolist()
+        for k in range(kappa):
+            torch.mm(G[k].t(), X[k], out=product)
+            g = product.to(acc)
+            dW.add_(g)
+            S.addcmul_(g, g, value=scales[k])
+        return dW.to(G.dtype), S
+    dW = torch.zeros(out, inner, dtype=acc, device=G.device)
+    S = torch.zeros_like(dW)
+    step = max(1, min(kappa, CHUNK_BYTES // max(1, out * inner * acc.itemsize)))
+    for lo in range(0, kappa, step):
+        g = torch.bmm(G[lo : lo + step].transpose(1, 2), X[lo : lo + step]).to(acc)
+        dW = dW + g.sum(0)
+        sq = g.square()
+        S = S + (sq.sum(0) if c is None else torch.einsum("k,koi->oi", c[lo : lo + step].to(acc), sq))
+    return dW.to(G.dtype), S
+
+
+def gemm_groups(G: Tensor, X: Tensor) -> Tensor:
+    """All κ products G_kᵀX_k (κ, o, i): for a weight used more than once, whose uses add before
+    squaring."""
+    return torch.bmm(G.transpose(1, 2), X.to(G.dtype))
+
+
+def sum_square(t: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Σ_k t_k and Σ_k c_k t_k² of per-group gradients t (κ, ...)."""
+    squares = t.to(wide(t.dtype)).square()
+    if c is not None:
+        squares = squares * c.to(squares.dtype).view(-1, *[1] * (t.ndim - 1))
+    return t.sum(0), squares.sum(0)

@@ -1,0 +1,334 @@
+# torch leaves Function.apply and hooks untyped:
+# mypy: disable-error-code="no-untyped-call,no-any-return"
+"""Every operation that touches a parameter in an open context comes through `dispatch`.
+
+A known operation goes to its rule. A value made from parameters alone is lifted. Any other
+operation of parameters with the batch runs once per group under `vmap`, each group with its own
+copy of the parameters: exact for every operation that treats samples alike, at the price of κ
+gradients of that parameter.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .functions import Expand
+from .groups import Groups, UnsupportedUse
+from .handles import Entry, Handle, Lifted, lift
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Rule = Callable[..., Any]
+RULES: dict[str, Rule] = {}
+
+
+class State:
+    """The open engine, if any."""
+
+    engine: Engine | None = None
+
+
+class OnePassParameter(nn.Parameter):
+    """A parameter inside an open context: its class is swapped for this one and swapped back."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return dispatch(func, args, kwargs or {})
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operations by name: called with the engine, the function and its
+    arguments."""
+
+    def register(f: Rule) -> Rule:
+        for name in names:
+            RULES[name] = f
+        return f
+
+    return register
+
+
+# Operations that only look at a tensor or leave autograd: they run as they are.
+PLAIN = frozenset(
+    "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex "  # noqa: SIM905
+    "element_size detach item "
+    "tolist data_ptr storage_offset get_device requires_grad_ register_hook retain_grad backward "
+    "__len__ __repr__ "
+    "__format__ __hash__ __bool__ __set__ __delete__ is_same_size is_pinned has_names numpy "
+    "zeros_like ones_like "
+    "empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
+    "equal is_shared "
+    "__deepcopy__ untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view "
+    "is_inference is_conj is_neg "
+    "is_signed __contains__ dim_order __reduce_ex__ __array__".split()
+) | {
+    # Every property but those that compute a value.
+    name
+    for name in dir(Tensor)
+    if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")
+    and name not in ("T", "H", "mT", "mH", "real", "imag")
+}
+# Operations that send each element to one place at most: the squares take the same way.
+STRUCTURAL = frozenset(
+    "view reshape t transpose permute unsqueeze squeeze flatten unflatten contiguous narrow "  # noqa: SIM905
+    "select chunk split unbind "
+    "movedim moveaxis swapaxes swapdims T mT H mH __getitem__ clone tensor_split view_as "
+    "reshape_as split_with_sizes "
+    "__iter__ ravel adjoint".split()
+)
+# Conversions: the squares keep their own dtype.
+CONVERSIONS = frozenset("to float double half bfloat16 type type_as cuda cpu".split())  # noqa: SIM905
+# Operations whose tensor arguments line up from the right, so that a size of B under the batch is
+# the batch.
+ALIGNED = frozenset(
+    "add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ "  # noqa: SIM905
+    "__mul__ __rmul__ "
+    "__truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where lerp addcmul "
+    "maximum minimum pow __pow__ "
+    "__rpow__ scaled_dot_product_attention dstack hstack atan2 remainder __mod__".split()
+)
+# The same for all but the last two dimensions.
+PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())  # noqa: SIM905
+IN_PLACE = {
+    "__iadd__": torch.add,
+    "add_": torch.add,
+    "__isub__": torch.sub,
+    "sub_": torch.sub,
+    "__imul__": torch.mul,
+    "mul_": torch.mul,
+    "__itruediv__": torch.div,
+    "div_": torch.div,
+}
+# Every other operation that writes in place. A set, because a compiled trace cannot look into a
+# name.
+WRITERS = frozenset(
+    [
+        "__setitem__",
+        *(n for n in dir(Tensor) if n[-1] == "_" and n[-2] != "_"),
+        *(n for n in dir(Tensor) if n[:3] == "__i" and n[3:-2] in dir(operator)),
+    ]
+) - {"__init__", "__invert__", "__index__", "__int__"}
+
+
+def operation(func: Any) -> str:
+    """The name of a torch function; a property's own name for its getter."""
+    name: str = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func`, whose arguments hold parameters of the open engine or values lifted from them."""
+    engine = State.engine
+    if engine is None or engine.single or not torch.is_grad_enabled():
+        return func(*args, **kwargs)
+    name = operation(func)
+    if name in PLAIN:
+        return func(*args, **kwargs)
+    engine.ready(name)
+    known = RULES.get(name)
+    if known is not None:
+        out = known(engine, func, *args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    return fallback(engine, func, name, args, kwargs)
+
+
+def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any operation without a rule of its own, or used in a way its rule does not cover."""
+    if name in IN_PLACE and isinstance(args[0], Tensor) and engine.handle_of(args[0]) is None:
+        return args[0].copy_(dispatch(IN_PLACE[name], args, kwargs))
+    if kwargs.get("inplace"):
+        kwargs = {
+            **kwargs,
+            "inplace": False,
+        }  # the value belongs to the parameters, not to this operation
+    leaves, spec = tree_flatten((args, kwargs))
+    handles = [engine.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
+    held = [h for h in handles if h is not None]
+    names = engine.names(held)
+    if name in WRITERS or "out" in kwargs:
+        raise UnsupportedUse(
+            f"{names} goes through {name}, which writes in place; one_pass follows values only: "
+            f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[i] = p)"
+        )
+    for h in held:
+        engine.note(h, name)
+    batched = [
+        isinstance(a, Tensor) and h is None and engine.is_batched(a, names, name)
+        for a, h in zip(leaves, handles, strict=True)
+    ]
+
+    def call(*tensors: Any) -> Any:
+        it = iter(tensors)
+        filled = [next(it) if h is not None or b else a for a, h, b in zip(leaves, handles, batched, strict=True)]
+        a, k = tree_unflatten(filled, spec)
+        return func(*a, **k)
+
+    if not any(batched):
+        if engine.probe is not None:
+            for a, handle in zip(leaves, handles, strict=True):
+                if isinstance(a, Tensor) and handle is None:
+                    engine.probe.constant(names, name, a)
+        one_to_one = name in STRUCTURAL and len(held) == sum(isinstance(a, Tensor) for a in leaves)
+        if name == "__getitem__" and any(isinstance(a, (list, tuple)) for a in args[1:]):
+            one_to_one = one_to_one and not any(isinstance(a, list) for a in _index(args[1]))
+        return _lift_result(engine, call, name, held, one_to_one)
+    return _per_group(engine, call, name, names, leaves, handles, batched)
+
+
+def _index(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
+    """The result of an operation on parameters alone."""
+    if len(held) == 1 and not held[0].grouped and (one_to_one or name in CONVERSIONS):
+        h = held[0]
+        values, spec = tree_flatten(call(h.value))
+        tags = [h.tag] * len(values) if name in CONVERSIONS else tree_flatten(call(h.tag))[0]
+        out = [lift(v, Handle(v, t, False, h.entry, label=h.label)) for v, t in zip(values, tags, strict=True)]
+        return tree_unflatten(out, spec)
+    values, spec = tree_flatten(call(*[h.value for h in held]))
+    if not any((isinstance(v, Tensor) and v.requires_grad) or h.grouped for v in values for h in held):
+        return tree_unflatten(values, spec)
+    tags = [engine.grouped(h) for h in held]
+    out = []
+    for i, v in enumerate(values):
+        if not isinstance(v, Tensor) or not v.is_floating_point():
+            out.append(v)
+            continue
+
+        def nth(*tensors: Tensor, i: int = i) -> Tensor:
+            return tree_flatten(call(*tensors))[0][i]
+
+        if torch.compiler.is_compiling() or one_to_one or name in CONVERSIONS:
+            tag = torch.func.vmap(nth)(*tags)
+        else:
+            tag = Derive.apply(nth, engine.groups.kappa, *tags)
+        out.append(lift(v, Handle(v, tag, True, None, label=engine.names(held))))
+    return tree_unflatten(out, spec)
+
+
+class Derive(Function):
+    """A value of parameters alone, computed once and expanded over the κ groups."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Any, kappa: int, *tags: Tensor) -> Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(*[t[0] for t in tags])
+        value: Tensor = fn(*[t[0] for t in tags])
+        return value.unsqueeze(0).expand(kappa, *value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            value = ctx.fn(*leaves)
+        grads = torch.autograd.grad(value, leaves, g, is_grads_batched=True, allow_unused=True)
+        return (None, None, *grads)
+
+
+def _per_group(
+    engine: Engine,
+    call: Any,
+    name: str,
+    names: str,
+    leaves: list[Any],
+    handles: list[Any],
+    batched: list[bool],
+) -> Any:
+    """One call per group under vmap, with the parameters' own copy for each."""
+    groups = engine.groups
+    axis, ndim, size = _batch_axis(engine, name, names, leaves, batched)
+    tags: list[Any] = [None if h is None else engine.grouped(h) for h in handles]
+    stacked = {i: groups.stack(a, engine.axis_of(a)) for i, (a, b) in enumerate(zip(leaves, batched, strict=True)) if b}
+    results = []
+    for p, part in enumerate(groups.parts):
+        inputs = []
+        for i, (h, tag) in enumerate(zip(handles, tags, strict=True)):
+            if h is not None:
+                inputs.append(_own_copy(groups, name, h, tag, part, axis, ndim, size))
+            elif batched[i]:
+                x = stacked[i][p]
+                a = engine.axis_of(leaves[i])
+                inputs.append(x.movedim(1, a + 1) if a else x)
+        try:
+            results.append(torch.func.vmap(call, randomness="different")(*inputs))
+        except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+            raise UnsupportedUse(
+                f"{names} goes through {name}, which has no rule and does not run group by group "
+                f"({str(error).splitlines()[0]}); freeze the parameter, write the operation with "
+                f"ones that "
+                "have rules, or loop over micro-batches"
+            ) from error
+    flat = [tree_flatten(r) for r in results]
+    merged = []
+    rows = [s[0].shape[1] for s in stacked.values()] or [0]
+    for outs in zip(*[f[0] for f in flat], strict=True):
+        first = outs[0]
+        where = [a for a in (axis, *range(first.ndim - 1)) if a + 1 < first.ndim and first.shape[a + 1] in rows]
+        if not where:
+            raise UnsupportedUse(
+                f"{names} goes through {name}, whose result of shape {tuple(first.shape[1:])} per "
+                f"group has no "
+                "batch dimension; reduce over samples in the loss, not before"
+            )
+        a = where[0]
+        merged.append(groups.merge([o.movedim(a + 1, 1) if a else o for o in outs], a))
+    out = tree_unflatten(merged, flat[0][1])
+    engine.compare(call, name, names, leaves, handles, batched, out)
+    return out
+
+
+def _batch_axis(engine: Engine, name: str, names: str, leaves: list[Any], batched: list[bool]) -> tuple[int, int, int]:
+    """The batch dimension, the number of dimensions and the size at it, of the batched argument of
+    most dimensions."""
+    best = (0, -1, 0)
+    for a, b in zip(leaves, batched, strict=True):
+        if b:
+            axis = engine.axis_of(a)
+            if axis is None:
+                raise UnsupportedUse(
+                    f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in "
+                    f"which no dimension is "
+                    f"the batch of {engine.groups.batch}; keep the batch in dimension "
+                    f"{engine.groups.axis}"
+                )
+            if a.ndim > best[1]:
+                best = (axis, a.ndim, a.shape[axis])
+    return best
+
+
+def _own_copy(groups: Groups, name: str, h: Handle, tag: Tensor, part: Any, axis: int, ndim: int, size: int) -> Tensor:
+    """The copies of a lifted value for the groups of one part, cut to the samples of each where it
+    spans the batch."""
+    under = axis - (ndim - h.value.ndim)
+    aligned = name in ALIGNED or (name in PRODUCTS and under < h.value.ndim - 2)
+    if aligned and under >= 0 and h.value.shape[under] == size > 1:
+        times = size // groups.batch
+        m = (part.last - part.first) // (part.hi - part.lo) * times
+        if h.resize is not None and times == 1:
+            return h.resize(part.lo, part.hi, m)
+        first = part.first * times
+        own = [tag[k].narrow(under, first + (k - part.lo) * m, m) for k in range(part.lo, part.hi)]
+        return torch.stack(own)
+    return tag[part.lo : part.hi]
+
+
+def expanded(engine: Engine, h: Handle) -> Tensor:
+    """The κ copies of a value, of which every one gets its own gradient."""
+    if h.grouped:
+        return h.tag
+    return Expand.apply(h.value, h.tag, engine.groups, h)
+
+
+__all__ = ["RULES", "Entry", "Lifted", "OnePassParameter", "State", "dispatch", "expanded", "rule"]

@@ -1,0 +1,371 @@
+# ruff: noqa: D102 - forward and backward
+"""The operations as autograd Functions whose parameter gradients come with their squares.
+
+Each Function takes a parameter `w` together with a `tag`, and is in one of two modes:
+
+    one use     w is the parameter, tag its companion: backward returns dW for w and Σ_k c_k s_k²
+    for the tag grouped     w is a detached value, tag its stride-0 expansion over the κ groups:
+    backward returns all s_k
+                for the tag, so that the uses of a shared parameter add up before `Expand` squares
+                them
+
+There are no side effects in backward beyond counting arrivals, which compiled graphs leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from ..kernels.conv_square import Geometry, conv_backward, conv_groups, conv_square
+from ..kernels.embedding_square import embedding_groups, embedding_square
+from ..kernels.gemm_square import gemm_groups, gemm_square, sum_square
+from .groups import Groups
+from .handles import Handle
+
+
+def deliver(
+    groups: Groups,
+    handle: Handle,
+    parts: Iterable[tuple[Any, ...]],
+    both: Callable[..., tuple[Tensor, Tensor]],
+    each: Callable[..., Tensor],
+) -> tuple[Tensor | None, Tensor]:
+    """The gradients of w and of its tag, from the arguments of a kernel for each part."""
+    if handle.grouped:
+        shares = [each(*args) for args in parts]
+        return None, shares[0] if len(shares) == 1 else torch.cat(shares)
+    handle.arrive()
+    dW: Any = None
+    S: Any = None
+    for part, args in zip(groups.parts, parts, strict=True):
+        d, s = both(*args, groups.coefficients(part))
+        dW, S = (d, s) if dW is None else (dW + d, S + s)
+    return dW, S
+
+
+def owned(y: Tensor) -> Tensor:
+    """y as no view of anything: autograd forbids writing in place over a view that a Function
+    returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def deliver_sums(groups: Groups, handle: Handle, sums: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    """`deliver` for shares that are already formed, (groups, *w.shape) per part."""
+    return deliver(groups, handle, [(t,) for t in sums], sum_square, _same)
+
+
+class Expand(Function):
+    """w -> its κ copies (κ, *w.shape) without memory; backward squares what comes back for each."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, tag: Tensor, groups: Groups, handle: Handle) -> Tensor:
+        ctx.groups, ctx.handle = groups, handle
+        return w.detach().unsqueeze(0).expand(groups.kappa, *w.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.handle.arrive()
+        dW, S = sum_square(g, ctx.groups.c)
+        return dW, S, None, None
+
+
+class Linear(Function):
+    """y = x wᵀ + b, or x w + b with `flip`; x (..., i), its batch at `axis`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tag_w: Tensor,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        axis: int,
+        flip: bool,
+        hw: Handle,
+        hb: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.groups, ctx.axis, ctx.flip, ctx.hw, ctx.hb = groups, axis, flip, hw, hb
+        return owned(x @ w if b is None else x @ w + b) if flip else owned(F.linear(x, w, b))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        groups, axis = ctx.groups, ctx.axis
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
+        if ctx.needs_input_grad[0]:
+            wg = w.to(g.dtype)
+            dx = (g @ (wg.t() if ctx.flip else wg)).to(x.dtype)
+        Gs = groups.split(g, axis, 1)
+        if ctx.needs_input_grad[2]:
+            Xs = groups.split(x, axis, 1)
+            pairs = zip(Xs, Gs, strict=True) if ctx.flip else zip(Gs, Xs, strict=True)
+            dW, S = deliver(groups, ctx.hw, pairs, gemm_square, gemm_groups)
+        if ctx.hb is not None and ctx.needs_input_grad[4]:
+            db, Sb = deliver_sums(groups, ctx.hb, [G[:, 0] if G.shape[1] == 1 else G.sum(1) for G in Gs])
+        return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 5
+
+
+def cast(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """A gradient in the dtype of what it is the gradient of."""
+    return None if grad is None else grad.to(like.dtype)
+
+
+class RoutedLinear(Function):
+    """`Linear` for rows in any order: `ids` (n,) names each row's group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tag_w: Tensor,
+        b: Any,
+        tag_b: Any,
+        ids: Tensor,
+        groups: Groups,
+        flip: bool,
+        hw: Handle,
+        hb: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w, ids)
+        ctx.groups, ctx.flip, ctx.hw, ctx.hb = groups, flip, hw, hb
+        ctx.group_ids = ids  # read by routing.group_ids further down the graph
+        return owned(x @ w if b is None else x @ w + b) if flip else owned(F.linear(x, w, b))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w, ids = ctx.saved_tensors
+        groups = ctx.groups
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
+        if ctx.needs_input_grad[0]:
+            wg = w.to(g.dtype)
+            dx = (g @ (wg.t() if ctx.flip else wg)).to(x.dtype)
+        left, right = (x.to(g.dtype), g) if ctx.flip else (g, x.to(g.dtype))
+        if ctx.needs_input_grad[2]:
+            order = torch.argsort(ids, stable=True)
+            sizes = torch.bincount(ids, minlength=groups.kappa).tolist()
+            lefts, rights = left[order].split(sizes), right[order].split(sizes)
+            if ctx.hw.grouped:
+                S = torch.stack([a.t() @ b for a, b in zip(lefts, rights, strict=True)])
+            else:
+                ctx.hw.arrive()
+                for k, (a, b) in enumerate(zip(lefts, rights, strict=True)):
+                    if len(a):
+                        c = None if groups.c is None else groups.c[k : k + 1]
+                        d, s = gemm_square(a[None], b[None], c)
+                        dW, S = (d, s) if dW is None else (dW + d, S + s)
+                if dW is None:
+                    dW = torch.zeros_like(w)
+                    S = torch.zeros_like(w, dtype=ctx.hw.square_dtype)
+        if ctx.hb is not None and ctx.needs_input_grad[4]:
+            sums = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, ids, g)
+            if ctx.hb.grouped:
+                Sb = sums
+            else:
+                ctx.hb.arrive()
+                db, Sb = sum_square(sums, groups.c)
+        return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 5
+
+
+class Conv(Function):
+    """Any convolution; x (B·r, C, *spatial)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        tag_w: Any,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        geo: Geometry,
+        hw: Any,
+        hb: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.groups, ctx.geo, ctx.hw, ctx.hb = groups, geo, hw, hb
+        return torch.convolution(
+            x,
+            w,
+            b,
+            geo.stride,
+            geo.padding,
+            geo.dilation,
+            geo.transposed,
+            geo.output_padding,
+            geo.groups,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        groups, geo = ctx.groups, ctx.geo
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
+        if ctx.needs_input_grad[0]:
+            dx = conv_backward(g, x.to(g.dtype), w.to(g.dtype), geo, [True, False, False])[0]
+            dx = dx.to(x.dtype)
+        Gs = groups.stack(g, 0)
+        if ctx.hw is not None and ctx.needs_input_grad[2]:
+            args = [(G, X, geo) for G, X in zip(Gs, groups.stack(x, 0), strict=True)]
+            dW, S = deliver(groups, ctx.hw, args, lambda G, X, geo, c: conv_square(G, X, geo, c), conv_groups)
+        if ctx.hb is not None and ctx.needs_input_grad[4]:
+            db, Sb = deliver_sums(groups, ctx.hb, [G.flatten(3).sum((1, 3)) for G in Gs])
+        return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 4
+
+
+class Embedding(Function):
+    """Rows of the table w (V, D) named by ids, their batch at `axis`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        w: Tensor,
+        tag: Tensor,
+        padding: Any,
+        groups: Groups,
+        axis: int,
+        handle: Handle,
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.groups, ctx.axis, ctx.handle = padding, groups, axis, handle
+        ctx.rows, ctx.dtype = w.shape[0], w.dtype
+        return owned(F.embedding(ids, w))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        groups = ctx.groups
+        if ctx.padding is not None:
+            g = g.masked_fill((ids == ctx.padding)[..., None], 0)
+        args = [
+            (i, G, ctx.rows) for i, G in zip(groups.split(ids, ctx.axis, 0), groups.split(g, ctx.axis, 1), strict=True)
+        ]
+        dW, S = deliver(groups, ctx.handle, args, embedding_square, embedding_groups)
+        return (None, None if dW is None else dW.to(ctx.dtype), S) + (None,) * 4
+
+
+class LayerNorm(Function):
+    """Layer norm over the last dimensions, its normalised input recomputed in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Any,
+        tag_w: Any,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        axis: int,
+        shape: tuple[int, ...],
+        eps: float,
+        hw: Any,
+        hb: Any,
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
+        ctx.save_for_backward(x, w, b, mean, rstd)
+        ctx.groups, ctx.axis, ctx.shape, ctx.hw, ctx.hb = groups, axis, shape, hw, hb
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w, b, mean, rstd = ctx.saved_tensors
+        groups, event = ctx.groups, len(ctx.shape)
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.ops.aten.native_layer_norm_backward(g, x, ctx.shape, mean, rstd, w, b, [True, False, False])[0]
+        if ctx.hw is not None and ctx.needs_input_grad[2]:
+            t = g * ((x - mean) * rstd)
+            dW, S = deliver_sums(groups, ctx.hw, [p.sum(1) for p in groups.split(t, ctx.axis, event)])
+            dW = cast(dW, w)
+        if ctx.hb is not None and ctx.needs_input_grad[4]:
+            db, Sb = deliver_sums(groups, ctx.hb, [p.sum(1) for p in groups.split(g, ctx.axis, event)])
+            db = cast(db, b)
+        return (dx, dW, S, db, Sb) + (None,) * 6
+
+
+class Affine(Function):
+    """y = x w + b with w, b (C,) along dimension 1 of x (B·r, C, *spatial): the end of every
+    channel norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Any,
+        tag_w: Any,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        hw: Any,
+        hb: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.groups, ctx.hw, ctx.hb = groups, hw, hb
+        shape = (1, -1) + (1,) * (x.ndim - 2)
+        if w is None:
+            return x + b.view(shape)  # type: ignore[no-any-return]
+        if b is None:
+            return x * w.view(shape)  # type: ignore[no-any-return]
+        return torch.addcmul(b.view(shape), x, w.view(shape))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        groups = ctx.groups
+        dx: Any = None
+        dW: Any = None
+        S: Any = None
+        db: Any = None
+        Sb: Any = None
+        if ctx.needs_input_grad[0]:
+            dx = g if w is None else g * w.view((1, -1) + (1,) * (x.ndim - 2))
+        if ctx.hw is not None and ctx.needs_input_grad[2]:
+            sums = [t.flatten(3).sum((1, 3)) for t in groups.stack(_spatial(g * x), 0)]
+            dW, S = deliver_sums(groups, ctx.hw, sums)
+        if ctx.hb is not None and ctx.needs_input_grad[4]:
+            sums = [t.flatten(3).sum((1, 3)) for t in groups.stack(_spatial(g), 0)]
+            db, Sb = deliver_sums(groups, ctx.hb, sums)
+        return (
+            dx,
+            dW if ctx.hw is None or dW is None else dW.to(ctx.hw.dtype),
+            S,
+            db if ctx.hb is None or db is None else db.to(ctx.hb.dtype),
+            Sb,
+        ) + (None,) * 3
+
+
+def _spatial(t: Tensor) -> Tensor:
+    """(B, C) as (B, C, 1), so that every channel tensor has a spatial dimension."""
+    return t.unsqueeze(-1) if t.ndim == 2 else t

@@ -1,0 +1,83 @@
+"""What the engine knows about a parameter, and about a value computed from parameters alone.
+
+A parameter in an open context is an `Entry`. A value made from parameters without any sample (a
+transposed weight, a slice of a position table, a weight norm's weight) is a `Lifted` tensor: it
+looks like the value, and carries a `Handle` that leads per-group gradients back to the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.gemm_square import wide
+
+
+class Entry:
+    """A trainable parameter: its companion leaf and what has happened to it."""
+
+    def __init__(self, name: str, param: Tensor) -> None:
+        self.name = name
+        self.param = param
+        # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no
+        # memory.
+        zero = torch.zeros((), dtype=wide(param.dtype), device=param.device)
+        self.companion = zero.expand(param.shape).requires_grad_()
+        self.tied = False  # used more than once in a forward
+        self.shared: Tensor | None = None  # the κ expanded copies all uses of a tied parameter draw from
+        self.done = False  # the pair has been handed over
+        self.arrived = 0  # squares delivered in this backward
+        self.operations: set[str] = set()
+        self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
+
+
+class Handle:
+    """A value with its tag: see `functions`."""
+
+    def __init__(
+        self,
+        value: Tensor,
+        tag: Tensor,
+        grouped: bool,
+        entry: Entry | None,
+        resize: Callable[[int, int, int], Tensor] | None = None,
+        label: str = "",
+    ) -> None:
+        self.value = value
+        self.tag = tag
+        self.grouped = grouped
+        self.entry = entry  # None where a delivery is not to be counted for a parameter
+        self.label = label or ("" if entry is None else entry.name)  # the parameters it comes from
+        # Where the value was expanded over the batch: the copies for groups lo..hi with m samples
+        # each.
+        self.resize = resize
+        self.dtype = value.dtype
+        self.square_dtype = wide(value.dtype)
+
+    def arrive(self) -> None:
+        """Count one delivery of squares; a parameter that is not shared must get exactly one."""
+        if self.entry is not None and not torch.compiler.is_compiling():
+            self.entry.arrived += 1
+
+
+class Lifted(torch.Tensor):
+    """A value made from parameters alone, still to meet the batch."""
+
+    handle: Handle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from .dispatch import dispatch
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return dispatch(func, args, kwargs or {})
+
+
+def lift(value: Tensor, handle: Handle) -> Tensor:
+    """A `Lifted` that looks like `value`."""
+    out = value.detach().as_subclass(Lifted)
+    out.handle = handle
+    return out

@@ -1,0 +1,134 @@
+"""RNN, LSTM and GRU, step by step.
+
+The input weights are one linear layer over all time steps. The recurrent weights are used once per
+step, so each micro-batch steps with its own copy of them, and the copies' gradients are squared at
+the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import dispatch, rule
+from .groups import UnsupportedUse
+from .rules import linear_with
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+States = tuple[Tensor, ...]
+
+
+def _lstm(gx: Tensor, gh: Tensor, state: States) -> States:
+    i, f, g, o = (gx + gh).chunk(4, -1)
+    cell = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+def _gru(gx: Tensor, gh: Tensor, state: States) -> States:
+    rx, zx, nx = gx.chunk(3, -1)
+    rh, zh, nh = gh.chunk(3, -1)
+    z = (zx + zh).sigmoid()
+    new = (nx + (rx + rh).sigmoid() * nh).tanh()
+    return (new + z * (state[0] - new),)
+
+
+def _tanh(gx: Tensor, gh: Tensor, state: States) -> States:
+    return ((gx + gh).tanh(),)
+
+
+def _relu(gx: Tensor, gh: Tensor, state: States) -> States:
+    return ((gx + gh).relu(),)
+
+
+CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
+    """A recurrent network of any number of layers and both directions."""
+    name = func.__name__
+    if (isinstance(hx, Tensor) and isinstance(weights, (tuple, list)) is False) or len(rest) != 6:
+        raise UnsupportedUse(
+            f"{name} on a packed sequence loses the batch dimension; pad it and pass weights= for the loss"
+        )
+    has_bias, layers, dropout, training, bidirectional, batch_first = rest
+    directions = 2 if bidirectional else 1
+    per = 4 if has_bias else 2
+    names = engine.names([engine.handle_of(w) for w in weights])
+    if len(weights) != per * layers * directions:
+        raise UnsupportedUse(f"{names} goes through {name} with proj_size; put a Linear layer after it")
+    states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+    if any(engine.handle_of(t) is not None for t in (x, *states)):
+        raise UnsupportedUse(f"{names} goes through {name} with an input or state made from parameters alone")
+    axis = 0 if batch_first else 1
+    if x.ndim != 3 or x.shape[axis] % engine.groups.batch:
+        raise UnsupportedUse(f"{names} goes through {name} with an input of shape {tuple(x.shape)} without the batch")
+    last: list[States] = []
+    for layer in range(layers):
+        outs = []
+        for d in range(directions):
+            at = layer * directions + d
+            ws = weights[at * per : (at + 1) * per]
+            start = tuple(s[at] for s in states)
+            y, end = _run(engine, name, x, ws, start, axis, reverse=d == 1)
+            outs.append(y)
+            last.append(end)
+        x = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+        if dropout and training and layer + 1 < layers:
+            x = F.dropout(x, dropout)
+    return (x, *[torch.stack(s) for s in zip(*last, strict=True)])
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(
+    engine: Engine,
+    func: Any,
+    x: Any,
+    hx: Any,
+    w_ih: Any,
+    w_hh: Any,
+    b_ih: Any = None,
+    b_hh: Any = None,
+) -> Any:
+    """One step: two linear layers and the cell."""
+    states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+    gx = dispatch(F.linear, (x, w_ih, b_ih), {})
+    gh = dispatch(F.linear, (states[0], w_hh, b_hh), {})
+    out = CELLS[func.__name__.removesuffix("_cell")](gx, gh, states)
+    return out if len(out) > 1 else out[0]
+
+
+def _run(
+    engine: Engine, name: str, x: Tensor, ws: Any, start: States, axis: int, reverse: bool
+) -> tuple[Tensor, States]:
+    """One layer in one direction: its outputs, the batch at `axis`, and its last states (B, H)."""
+    groups = engine.groups
+    step = CELLS[name]
+    gates = linear_with(engine, name, x, ws[0], ws[2] if len(ws) == 4 else None, axis=axis)
+    handles = [engine.handle_of(w) for w in (ws[1], *ws[3:])]
+    for h in handles:
+        engine.note(h, name)
+    copies: list[Any] = [
+        w.expand(groups.kappa, *w.shape) if h is None else engine.grouped(h)
+        for w, h in zip((ws[1], *ws[3:]), handles, strict=True)
+    ]
+    begin = [groups.stack(s, 0) for s in start]
+    outs, ends = [], []
+    for p, (part, gx) in enumerate(zip(groups.parts, groups.stack(gates, axis), strict=True)):
+        W = copies[0][part.lo : part.hi].transpose(1, 2)  # (κ, H, gates)
+        b = copies[1][part.lo : part.hi, None] if len(copies) > 1 else None
+        state: States = tuple(s[p] for s in begin)  # (κ, m, H)
+        seen = []
+        for t in reversed(range(gx.shape[2])) if reverse else range(gx.shape[2]):
+            gh = state[0] @ W
+            state = step(gx[:, :, t], gh if b is None else gh + b, state)
+            seen.append(state[0])
+        outs.append(torch.stack(seen[::-1] if reverse else seen, 2))
+        ends.append(state)
+    y = groups.merge(outs, 0)
+    return (y if axis == 0 else y.transpose(0, 1)), tuple(groups.merge(list(s), 0) for s in zip(*ends, strict=True))

@@ -1,0 +1,70 @@
+"""Rows that were picked from the batch by index: which micro-batch does each belong to?
+
+A mixture-of-experts layer sends `x[index]` to an expert, so the rows a weight sees are no longer in
+batch order. The autograd graph remembers the index; this module reads it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .groups import Groups
+
+# Nodes that keep rows apart and in order.
+ROWWISE = frozenset(
+    f"{name}Backward{i}"
+    for name in (  # noqa: SIM905
+        "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split "
+        "SplitWithSizes Chunk Pow Clamp "
+        "LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp Clone Linear"
+    ).split()
+    for i in (0, 1)
+)
+DEPTH = 24
+
+
+def sample_groups(groups: Groups, rows: int, device: torch.device) -> Tensor:
+    """The group of each of `rows` rows that lie in batch order."""
+    return torch.arange(rows, device=device) // (groups.micro * (rows // groups.batch))
+
+
+def group_ids(x: Tensor, groups: Groups) -> Tensor | None:
+    """The group of each row of x, where x was picked by index along the batch; else None."""
+    ids = _walk(x.grad_fn, groups, 0)
+    return ids if ids is not None and x.ndim > 0 and ids.shape[0] == x.shape[0] else None
+
+
+def _walk(node: Any, groups: Groups, depth: int) -> Tensor | None:
+    if node is None or depth > DEPTH:
+        return None
+    ids: Tensor | None = getattr(node, "group_ids", None)
+    if ids is not None:
+        return ids
+    name = node.name()
+    if name == "IndexBackward0":
+        indices = node._saved_indices
+        sizes = node._saved_self_sym_sizes
+        if not indices or indices[0] is None:
+            return None
+        index = indices[0]
+    elif name == "IndexSelectBackward0" and node._saved_dim == 0:
+        index, sizes = node._saved_index, node._saved_self_sym_sizes
+    elif name in ROWWISE:
+        for parent, _ in node.next_functions:
+            ids = _walk(parent, groups, depth + 1)
+            if ids is not None:
+                return ids
+        return None
+    else:
+        return None
+    source = _walk(node.next_functions[0][0], groups, depth + 1)
+    if source is None or source.shape[0] != sizes[0]:
+        if sizes[0] == 0 or sizes[0] % groups.batch:
+            return None
+        source = sample_groups(groups, sizes[0], index.device)
+    if index.dtype in (torch.bool, torch.uint8):
+        index = index.nonzero()[:, 0]
+    return source[index] if index.ndim == 1 else None

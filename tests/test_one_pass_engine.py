@@ -1,0 +1,557 @@
+"""The context manager: what it leaves, what it restores, what it refuses, and what it works
+with."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loop_oracle import assert_exact, loop
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from invariant_adam.one_pass import UnsupportedUse, one_pass, pair
+from invariant_adam.one_pass.dispatch import State
+
+B, T, D, V = 8, 6, 16, 11
+# torch warns about its own internals while it traces.
+TRACING = pytest.mark.filterwarnings("default")
+
+
+class Net(nn.Module):
+    """Attention, a tied head, a raw linear, a raw product and a raw position table, with
+    checkpoints on request."""
+
+    def __init__(self, reentrant: bool | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.emb, self.pos = nn.Embedding(V, D), nn.Parameter(torch.randn(T, D) * 0.1)
+        self.enc = nn.TransformerEncoderLayer(D, 2, 32, dropout, batch_first=True)
+        self.w, self.b = nn.Parameter(torch.randn(D, D) / 4), nn.Parameter(torch.zeros(D))
+        self.mm = nn.Parameter(torch.randn(D, D) / 4)
+        self.l1, self.ln, self.head = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, V)
+        self.head.weight = self.emb.weight
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.enc(x)
+        return self.ln(x + F.gelu(self.l1(F.gelu(F.linear(x, self.w, self.b)))))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids) + self.pos[: ids.shape[1]]
+        x = self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return self.head(x @ self.mm)
+
+
+def loss(model: nn.Module, batch: tuple) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten())
+
+
+def exact_loss(model: nn.Module, batch: tuple) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randint(V, (B, T)), torch.randint(V, (B, T))
+
+
+def mean_square(model: nn.Module, batch: tuple) -> Tensor:
+    return model(batch[0]).square().mean()
+
+
+@pytest.mark.parametrize("M", [1, 2])
+def test_checkpointing_without_reentry(batch, M: int) -> None:
+    assert_exact(Net(False).double(), batch, exact_loss, M)
+
+
+def test_reentrant_checkpointing(batch) -> None:
+    model = Net(True).double()
+    judge = copy.deepcopy(model)
+    judge.reentrant = None
+    want = loop(judge, batch, exact_loss, 2, B)
+    with one_pass(model, 2):
+        exact_loss(model, batch).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_sq, want[name][1], rtol=1e-9, atol=1e-15)
+
+
+def test_reentrant_checkpoints_that_share_a_layer_are_refused() -> None:
+    layer = nn.Linear(4, 4)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.layer = nn.Linear(4, 4), layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    model = Twice()
+    with pytest.raises(UnsupportedUse, match=r"layer\.weight.*squared 2 times"), one_pass(model, 1):
+        mean_square(model, (torch.randn(4, 4),)).backward()
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_autocast(batch, reentrant: bool | None) -> None:
+    def reduced(model: nn.Module, batch: tuple) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    assert_exact(Net(reentrant), batch, reduced, 2, tol=3e-2)
+
+
+@TRACING
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_compile_is_one_graph_without_recompiles(batch, reentrant: bool | None) -> None:
+    torch._dynamo.reset()
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = Net(reentrant).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(5):
+        torch.manual_seed(step)
+        assert_exact(model, (torch.randint(V, (B, T)), batch[1]), exact_loss, 2, run=compiled)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@TRACING
+def test_compile_batch_norm() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert_exact(model, (torch.randn(B, 3, 6, 6, dtype=torch.float64),), mean_square, 4, run=compiled)
+
+
+@TRACING
+def test_compiled_model_must_be_the_one_that_is_passed() -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(3, 2)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(Exception, match="called|compiled"), one_pass(model, 1):  # noqa: RUF043
+        compiled(torch.randn(4, 3)).sum().backward()
+    assert type(model.weight) is nn.Parameter
+
+
+def test_sum_reduction() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(B, 3, dtype=torch.float64)
+    with one_pass(model, 2, reduction="sum"):
+        model(x).square().sum().backward()
+    shares = [torch.autograd.grad(model(x[k : k + 2]).square().sum(), model.weight)[0] for k in range(0, B, 2)]
+    torch.testing.assert_close(model.weight.grad, torch.stack(shares).mean(0))
+    torch.testing.assert_close(model.weight.grad_sq, torch.stack(shares).square().mean(0))
+
+
+def test_token_weights_make_a_padded_mean_exact(batch) -> None:
+    ids, targets = batch
+    model = Net().double()
+    lengths = torch.tensor([6, 2, 3, 5, 1, 1, 4, 6])
+    mask = (torch.arange(T) < lengths[:, None]).double()
+
+    def padded(model: nn.Module, b: tuple) -> Tensor:
+        each = F.cross_entropy(model(b[0]).flatten(0, 1), b[1].flatten(), reduction="none")
+        return (each * b[2].flatten()).sum() / b[2].sum()
+
+    with one_pass(model, 2, weights=mask):
+        padded(model, (ids, targets, mask)).backward()
+    # Each micro-batch's own mean over its tokens, weighed by its tokens.
+    params = list(model.parameters())
+    total, square = [0.0] * len(params), [0.0] * len(params)
+    for k in range(0, B, 2):
+        part = (ids[k : k + 2], targets[k : k + 2], mask[k : k + 2])
+        share = part[2].sum() / mask.sum()
+        for i, g in enumerate(torch.autograd.grad(padded(model, part), params)):
+            total[i] = total[i] + share * g
+            square[i] = square[i] + share * g.square()
+    for p, g, s in zip(params, total, square, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(p.grad_sq, s, rtol=1e-9, atol=1e-13)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(V, 5), nn.Linear(5, V)).double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(ids).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def test_a_loss_inside_the_model() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(V, (B, T))
+    assert_exact(WithLoss(), (ids, ids), lambda m, b: m(*b), 2)
+
+
+def test_unequal_groups_that_can_be_seen_are_refused_without_weights() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(V, (B, T))
+    labels = ids.masked_fill(torch.arange(T) >= torch.tensor([6, 2, 3, 5, 1, 1, 4, 6])[:, None], -100)
+    model = WithLoss()
+    with (
+        pytest.raises(UnsupportedUse, match="not a mean over micro-batches.*weights="),  # noqa: RUF043
+        one_pass(model, 2),
+    ):
+        model(ids, labels).backward()
+    with one_pass(model, 2, weights=labels != -100):
+        model(ids, labels).backward()
+    assert model.net[1].weight.grad_sq is not None
+
+
+def test_ragged_is_refused_on_request() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="does not divide"), one_pass(model, 3, ragged="refuse"):
+        model(torch.randn(B, 3)).sum().backward()
+    with pytest.raises(ValueError, match='reduction="mean"'), one_pass(model, 3, reduction="sum"):
+        model(torch.randn(B, 3)).sum().backward()
+
+
+def test_a_mini_batch_smaller_than_a_micro_batch_counts_its_part() -> None:
+    model = nn.Linear(3, 2)
+    with one_pass(model, 16):
+        model(torch.randn(4, 3)).square().mean().backward()
+    assert model.weight.grad_kappa == 0.25
+    torch.testing.assert_close(model.weight.grad_sq, model.weight.grad.square())
+
+
+def test_mini_batches_accumulate_in_contexts_and_within_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(12, 3, dtype=torch.float64)
+    want = loop(model, (x,), mean_square, 2, 12)
+    with one_pass(model, 2):
+        mean_square(model, (x[:8],)).backward()
+    with one_pass(model, 2):
+        mean_square(model, (x[8:],)).backward()
+    accumulated = {n: (p.grad.clone(), p.grad_sq.clone(), p.grad_kappa) for n, p in model.named_parameters()}
+    for p in model.parameters():
+        pair.take(p)
+    with one_pass(model, 2):
+        mean_square(model, (x[:8],)).backward()
+        mean_square(model, (x[8:],)).backward()
+    for name, p in model.named_parameters():
+        for grad, square, kappa in (accumulated[name], (p.grad, p.grad_sq, p.grad_kappa)):
+            torch.testing.assert_close(grad, want[name][0])
+            torch.testing.assert_close(square, want[name][1])
+            assert kappa == 6
+
+
+def test_one_micro_batch_is_standard_adam(batch) -> None:
+    model = Net().double()
+    with one_pass(model, B):
+        exact_loss(model, batch).backward()
+    for p in model.parameters():
+        assert torch.equal(p.grad_sq, p.grad.square())
+        assert p.grad_kappa == 1
+
+
+def test_an_optimizer_that_subscribes_gets_each_pair_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(8, 3, dtype=torch.float64)
+    want = loop(model, (x,), mean_square, 2, 8)
+    taken, alive = {}, []
+
+    def taker(p: Tensor) -> None:
+        taken[id(p)] = pair.take(p)
+        alive.append(sum(q.grad is not None for q in model.parameters()))
+
+    for p in model.parameters():
+        pair.subscribe(p, taker)
+    with one_pass(model, 2):
+        mean_square(model, (x,)).backward()
+        assert len(taken) == 4  # before the context closes
+    assert max(alive) <= 2
+    for name, p in model.named_parameters():
+        assert p.grad is None
+        torch.testing.assert_close(taken[id(p)].grad, want[name][0])
+        torch.testing.assert_close(taken[id(p)].grad_sq, want[name][1])
+        assert taken[id(p)].kappa == 4
+
+
+def snapshot(model: nn.Module) -> list:
+    return [
+        [(n, type(p), p.detach().clone(), p.grad, sorted(vars(p))) for n, p in model.named_parameters()],
+        [(n, b.clone()) for n, b in model.named_buffers()],
+        [(n, sorted(vars(m)), len(m._forward_pre_hooks)) for n, m in model.named_modules()],
+    ]
+
+
+def same(a: list, b: list) -> bool:
+    return str(a) == str(b)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise KeyboardInterrupt
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.n, self.b = (
+                nn.Linear(3, 4),
+                nn.BatchNorm1d(4, affine=False),
+                nn.Linear(4, 2),
+            )
+            self.fail = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.n(self.a(x))
+            if self.fail and where == "forward":
+                raise KeyboardInterrupt
+            return self.b(Fails.apply(x) if self.fail and where == "backward" else x)
+
+    model = Model()
+    x = torch.randn(8, 3)
+    with one_pass(model, 2):
+        mean_square(model, (x,)).backward()
+    model.fail = True
+    before = snapshot(model)[0::2]  # not the running statistics: the forward itself has moved them
+    with pytest.raises(KeyboardInterrupt), one_pass(model, 2):  # noqa: PT012
+        out = mean_square(model, (x,))
+        if where == "between":
+            raise KeyboardInterrupt
+        out.backward()
+    assert same(before, snapshot(model)[0::2])
+    assert State.engine is None
+    assert not any(pair.is_armed(p) for p in model.parameters())
+
+
+def test_frozen_and_unused_parameters_and_evaluation_inside() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2), "c": nn.Linear(3, 2)})
+
+    class Run(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.m["b"](self.m["a"](x).tanh())
+
+    run = Run().double()
+    model["a"].weight.requires_grad_(False)
+    x = torch.randn(B, 3, dtype=torch.float64)
+    with one_pass(run, 2):
+        mean_square(run, (x,)).backward()
+        with torch.no_grad():
+            run(x[:3])
+            run.m["c"](x[:3])
+    assert model["a"].weight.grad is None
+    assert model["c"].weight.grad is None
+    assert not hasattr(model["c"].weight, "grad_sq")
+    model["a"].bias.grad = model["b"].weight.grad = model["b"].bias.grad = None
+    assert_exact(run, (x,), mean_square, 2)
+
+
+def test_dropout_runs_and_is_checked_in_eval_mode(batch) -> None:
+    model = Net(dropout=0.2).double()
+    with one_pass(model, 2):
+        exact_loss(model, batch).backward()
+    assert all(p.grad_sq is not None for p in model.parameters())
+    assert model.enc.training
+
+
+def test_the_check_leaves_random_numbers_and_buffers_alone() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+
+    x = torch.randn(8, 3, dtype=torch.float64)
+    grads = []
+    for check in (True, False):
+        model = build()
+        torch.manual_seed(1)
+        with one_pass(model, 2, check=check):
+            mean_square(model, (x,)).backward()
+        grads.append([model[0].weight.grad_sq, model[1].running_mean, torch.rand(1)])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def refused(model: nn.Module, *batch: Tensor, match: str, M: int = 2, **options) -> None:
+    with pytest.raises(UnsupportedUse, match=match), one_pass(model, M, **options):  # noqa: PT012
+        out = model(*batch)
+        (out if torch.is_tensor(out) else out[0]).square().mean().backward()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+class Apply(nn.Module):
+    def __init__(self, function, *modules: nn.Module, **params: Tensor) -> None:
+        super().__init__()
+        self.m, self.function = nn.ModuleList(modules), function
+        for name, value in params.items():
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_custom_function_that_hides_a_parameter_is_refused(check: bool) -> None:
+    model = Apply(lambda s, x: Hidden.apply(s.m[0](x), s.w), nn.Linear(3, 3), w=torch.randn(3))
+    refused(model, torch.randn(B, 3), match="w.*(Hidden|without a square)", check=check)
+
+
+def test_a_parameter_both_hidden_and_seen_is_refused() -> None:
+    model = Apply(lambda s, x: Hidden.apply(s.m[0](x), s.w) * s.w, nn.Linear(3, 3), w=torch.randn(3))
+    refused(model, torch.randn(B, 3), match="w goes through Hidden")
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "match"),
+    [
+        (
+            lambda s, x: s.m[1](s.m[0](x).roll(1, 0)),
+            (B, 3),
+            "m.1.weight.*linear.*another micro-batch",
+        ),
+        (lambda s, x: s.m[1](s.m[0](x) - s.m[0](x).mean(0)), (B, 3), "another micro-batch"),
+        (lambda s, x: s.m[0](x) / s.m[0](x).norm(), (B, 3), "other micro-batches"),
+        (
+            lambda s, x: s.m[1](s.m[0](x).transpose(0, 1).reshape(-1, 3)),
+            (B, B, 3),
+            "another micro-batch",
+        ),
+        (
+            lambda s, x: s.m[1](s.m[0](x)[x[:, 0, 0] > 0][: B // 2].reshape(-1, 3)),
+            (B, 4, 3),
+            "batch",
+        ),
+        (lambda s, x: s.m[0](x) + s.m[1].weight.square().sum(), (B, 3), None),
+    ],
+)
+def test_mixed_samples_are_refused(function, shape: tuple[int, ...], match: str | None) -> None:
+    torch.manual_seed(0)
+    model = Apply(function, nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    x = torch.randn(*shape, dtype=torch.float64)
+    if match is None:
+        assert_exact(model, (x,), mean_square, 2)
+    else:
+        refused(model, x, match=match)
+
+
+def test_a_penalty_on_a_parameter_in_the_loss_is_refused_by_name() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(UnsupportedUse, match="weight"), one_pass(model, 2):
+        (model(torch.randn(B, 3)).square().mean() + model.weight.square().sum()).backward()
+
+
+def test_refusals_name_the_parameter_and_the_remedy() -> None:
+    x = torch.randn(B, 4)
+    refused(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), x, match="SyncBatchNorm.*use BatchNorm")
+    refused(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), x, match="momentum=None")
+    refused(nn.Embedding(5, 3, max_norm=1.0), torch.randint(5, (B, 2)), match="weight.*max_norm")
+    refused(
+        nn.Embedding(5, 3, scale_grad_by_freq=True),
+        torch.randint(5, (B, 2)),
+        match="scale_grad_by_freq",
+    )
+    track = nn.Sequential(nn.Conv1d(4, 4, 1), nn.InstanceNorm1d(4, affine=True, track_running_stats=True))
+    refused(track, torch.randn(B, 4, 5), match="1.weight.*track_running_stats")
+    refused(nn.LSTM(4, 3, proj_size=2, batch_first=True), torch.randn(B, 5, 4), match="proj_size")
+    pack = Apply(
+        lambda s, x: s.m[0](nn.utils.rnn.pack_padded_sequence(x, [5] * B, True))[0].data,
+        nn.GRU(4, 3),
+    )
+    refused(pack, torch.randn(B, 5, 4), match="packed sequence")
+    bias = Apply(
+        lambda s, x: s.m[0](x, x, x)[0],
+        nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
+    )
+    refused(bias, torch.randn(B, 5, 4), match="add_bias_kv")
+
+    def write(s: Apply, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0] = s.w
+        return s.m[0](x)
+
+    refused(
+        Apply(write, nn.Linear(4, 4), w=torch.randn(4)),
+        torch.randn(B, 3, 4),
+        match="w goes through __setitem__",
+    )
+
+
+def test_usage_errors() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(B, 3)
+    with pytest.raises(ValueError, match="micro_batch_size"):
+        one_pass(model, 0)
+    with pytest.raises(ValueError, match="reduction"):
+        one_pass(model, 1, reduction="none")
+    with pytest.raises(ValueError, match="no meaning"):
+        one_pass(model, 1, reduction="sum", weights=torch.ones(B))
+    with pytest.raises(RuntimeError, match="already open"), one_pass(model, 1), one_pass(model, 1):
+        pass
+    assert State.engine is None
+    with (
+        pytest.raises(UnsupportedUse, match="before the model was called"),
+        one_pass(nn.ModuleList([model]), 1),
+    ):
+        model(x).sum().backward()
+    with (
+        pytest.raises(ValueError, match="pass batch_size="),
+        one_pass(nn.Bilinear(3, 3, 2), 1) as context,
+    ):
+        context.model(x, x[:4]).sum().backward()
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="gradient from outside"), one_pass(model, 1):
+        pass
+
+
+def test_two_forwards_and_a_second_backward_are_refused() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(B, 3)
+    with pytest.raises(UnsupportedUse, match="weight: squared 2 times"), one_pass(model, 2):
+        (model(x) * model(x.flip(1))).mean().backward()
+    with pytest.raises(UnsupportedUse, match="weight: squared 2 times"), one_pass(model, 2):  # noqa: PT012
+        out = model(x).mean()
+        out.backward(retain_graph=True)
+        out.backward()
+
+
+def test_batch_size_without_a_forward_of_the_whole_model() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}).double()
+    x = torch.randn(B, 3, dtype=torch.float64)
+
+    def parts(model: nn.Module, batch: tuple) -> Tensor:
+        return model["b"](model["a"](batch[0]).tanh()).square().mean()
+
+    assert_exact(model, (x,), parts, 2, batch_size=B, check=False)
+
+
+def test_channels_last_and_a_changing_batch_size() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+    model = model.to(memory_format=torch.channels_last)
+    for batch in (4, 8, 6):
+        x = torch.randn(batch, 3, 7, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
+        assert_exact(model, (x,), mean_square, 2)
