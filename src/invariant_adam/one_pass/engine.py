@@ -45,6 +45,7 @@ class Engine:
         self.known = False  # whether `groups` is that of the mini-batch under way
         self.single = False  # one group: the square of the gradient is the answer
         self.compilable = False  # a check has passed, so that a compiled graph may rely on `tied`
+        self.reduction = "mean"  # of the loss over samples
         self.checked: set[Any] = set()
         self.free: set[tuple[str, str]] = (
             set()
@@ -310,7 +311,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self.before.append(p.grad)
             p.grad = None
             entry.companion.grad = None
-            entry.arrived, entry.shared, entry.done = 0, None, False
+            entry.arrived, entry.fired, entry.shared, entry.done = 0, 0, None, False
             entry.operations.clear()
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
@@ -323,6 +324,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for patch in batch_norm.patches(self.model, engine):
             self.undo.append(patch)
         engine.known = engine.single = False
+        engine.reduction = self.reduction
+        self.forwards = 0
         if self.batch_size is not None:
             self._divide(self.batch_size)
 
@@ -378,7 +381,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             for i, entry in enumerate(self.armed):
                 self.before[i] = entry.param.grad
                 entry.param.grad = entry.companion.grad = None
-                entry.arrived, entry.done = 0, False
+                entry.arrived, entry.fired, entry.done = 0, 0, False
+            self.forwards = 0
+        self.forwards += 1
         self._divide(self.batch_size or _batch_size(args, kwargs, engine.axis))
         for entry in self.armed:
             entry.shared = None
@@ -443,27 +448,25 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             through = ", ".join(sorted(entry.operations)) or "an operation that torch does not show"
             if not engine.known:
                 wrong.append(f"{entry.name}: a gradient without a forward of the model")
-            elif engine.single:
                 continue
-            elif entry.arrived == 0 and engine.compilable and entry.companion.grad is not None:
-                continue  # a compiled graph does not count
-            elif entry.arrived == 0:
+            if engine.single:
+                continue
+            # A compiled graph does not count what it delivers: count forwards and backwards.
+            times = entry.arrived or entry.fired * max(1, self.forwards)
+            if times == 0:
                 wrong.append(f"{entry.name}: a gradient without a square (through {through})")
-            elif entry.arrived > 1:
+            elif times > 1:
                 wrong.append(
-                    f"{entry.name}: squared {entry.arrived} times in parts, without their cross "
-                    f"terms (through "
-                    f"{through})"
+                    f"{entry.name}: squared {times} times in parts, without their cross terms "
+                    f"(through {through})"
                 )
         if wrong:
             raise UnsupportedUse(
                 "one_pass cannot square these parameters exactly:\n  "
                 + "\n  ".join(wrong)
-                + "\nA custom "
-                "autograd.Function hides its parameters: write it with torch operations. A "
-                "parameter used by several "
-                "forwards or several reentrant checkpoints needs one forward, or "
-                "use_reentrant=False, and check=True."
+                + "\nA custom autograd.Function hides its parameters: write it with torch "
+                "operations. A parameter used by several forwards or several reentrant "
+                "checkpoints needs one forward, or use_reentrant=False, and check=True."
             )
         for entry in self.armed:
             if entry.param.grad is not None and not entry.done:
