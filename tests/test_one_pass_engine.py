@@ -517,6 +517,9 @@ def test_refusals_name_the_parameter_and_the_remedy() -> None:
     )
     refused(bias, torch.randn(B, 5, 4), match="add_bias_kv")
 
+    drop = Apply(lambda s, x: x + F.dropout(s.w, 0.5), w=torch.randn(4))
+    refused(drop, torch.randn(B, 4), match="w goes through dropout before it meets the batch")
+
     def write(s: Apply, x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 0] = s.w
