@@ -278,7 +278,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine = self.engine
         entries = engine.refresh(self.model)
         _refuse_modules(self.model, entries)
-        self.before: list[Any] = []
         self.undo: list[Any] = []
         for entry in entries:
             if entry.param.grad is not None and pair.peek(entry.param) is None:
@@ -296,8 +295,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self._open(entries)
         except BaseException:
             self._restore()
-            for entry, before in zip(self.armed, self.before, strict=True):
-                entry.param.grad = before
+            for entry in self.armed:
+                entry.param.grad, entry.before = entry.before, None
             self.armed = []
             raise
         State.engine = engine
@@ -308,7 +307,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for entry in entries:
             p = entry.param
             self.armed.append(entry)
-            self.before.append(p.grad)
+            entry.before = p.grad
             p.grad = None
             entry.companion.grad = None
             entry.arrived, entry.fired, entry.shared, entry.done = 0, 0, None, False
@@ -341,10 +340,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if kind is None:
                 self._harvest()
         finally:
-            for entry, before in zip(self.armed, self.before, strict=True):
+            for entry in self.armed:
                 if not entry.done:
-                    entry.param.grad = before
-                entry.companion.grad = entry.shared = None
+                    entry.param.grad = entry.before
+                entry.companion.grad = entry.shared = entry.before = None
             self.armed = []
 
     def _restore(self) -> None:
@@ -378,8 +377,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed
         ):
             self._harvest()  # a backward has run since the last forward: this is another mini-batch
-            for i, entry in enumerate(self.armed):
-                self.before[i] = entry.param.grad
+            for entry in self.armed:
+                entry.before = entry.param.grad
                 entry.param.grad = entry.companion.grad = None
                 entry.arrived, entry.fired, entry.done = 0, 0, False
             self.forwards = 0
@@ -476,7 +475,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine = self.engine
         groups = engine.groups
         p = entry.param
-        position = self.armed.index(entry) if self.before else 0
         grad, square = p.grad, entry.companion.grad
         assert grad is not None
         if engine.single:
@@ -490,7 +488,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             else:
                 square = square.div_(groups.kappa)
                 grad = grad.div_(groups.kappa)
-        p.grad = self.before[position]
+        p.grad = entry.before
         entry.companion.grad = None
         entry.done = True
         pair.put(p, grad, square, groups.batch / self.micro)

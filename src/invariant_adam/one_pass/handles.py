@@ -30,6 +30,7 @@ class Entry:
         self.shared: Tensor | None = (
             None  # the κ expanded copies all uses of a tied parameter draw from
         )
+        self.before: Tensor | None = None  # p.grad as it was before this mini-batch
         self.done = False  # the pair has been handed over
         self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
         self.fired = 0  # backwards that have reached the companion
