@@ -489,6 +489,9 @@ def test_refusals_name_the_parameter_and_the_remedy() -> None:
     )
     refused(bias, torch.randn(B, 5, 4), match="add_bias_kv")
 
+    drop = Apply(lambda s, x: x + F.dropout(s.w, 0.5), w=torch.randn(4))
+    refused(drop, torch.randn(B, 4), match="w goes through dropout before it meets the batch")
+
     def write(s: Apply, x: Tensor) -> Tensor:
         x = x.clone()
         x[:, 0] = s.w
@@ -555,3 +558,37 @@ def test_channels_last_and_a_changing_batch_size() -> None:
     for batch in (4, 8, 6):
         x = torch.randn(batch, 3, 7, 7, dtype=torch.float64).to(memory_format=torch.channels_last)
         assert_exact(model, (x,), mean_square, 2)
+
+
+@TRACING
+def test_compiled_graphs_hand_over_early_and_refuse_two_forwards() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(B, 3, dtype=torch.float64)
+    want = loop(model, (x,), mean_square, 2, B)
+    taken = {}
+    for p in model.parameters():
+        pair.subscribe(p, lambda p: taken.__setitem__(id(p), pair.take(p)))
+    for _ in range(2):
+        taken.clear()
+        with one_pass(compiled, 2):
+            mean_square(compiled, (x,)).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(taken[id(p)].grad_sq, want[name][1])
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    with pytest.raises(UnsupportedUse, match="squared 2 times"), one_pass(compiled, 2):
+        (compiled(x) * compiled(x.flip(1))).mean().backward()
+
+
+def test_a_summed_loss_inside_the_model() -> None:
+    torch.manual_seed(0)
+    model = Apply(lambda s, x: s.m[0](x).square().sum(), nn.Linear(3, 2)).double()
+    x = torch.randn(B, 3, dtype=torch.float64)
+    with one_pass(model, 2, reduction="sum"):
+        model(x).backward()
+    w = model.m[0].weight
+    shares = [torch.autograd.grad(model(x[k : k + 2]), w)[0] for k in range(0, B, 2)]
+    torch.testing.assert_close(w.grad_sq, torch.stack(shares).square().mean(0))

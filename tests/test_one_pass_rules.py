@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -212,6 +213,10 @@ CASES = {
     "shared_transposed": lambda: (
         Call(lambda s, x: (x @ s.w).tanh() @ s.w.t(), w=(5, 3)), rnd(B, 6, 5)
     ),
+    "iteration": lambda: (Call(lambda s, x: sum(x * w for w in s.w), w=(3, 5)), rnd(B, 5)),
+    "numpy_index": lambda: (Call(lambda s, x: x * s.w[np.array([0, 1, 1, 2, 0])], w=(3,)), rnd(B, 5)),
+    "list_index": lambda: (Call(lambda s, x: x * s.w[[0, 1, 1, 2, 0]], w=(3,)), rnd(B, 5)),
+    "conversion": lambda: (Call(lambda s, x: x * s.w.type(torch.float64).to(x.device), w=(5,)), rnd(B, 5)),
     "halves_of_one_parameter": lambda: (Call(halves, w=(6, 5)), rnd(B, 5)),
 }  # fmt: skip
 

@@ -83,7 +83,7 @@ STRUCTURAL = frozenset(
     "select chunk split unbind "
     "movedim moveaxis swapaxes swapdims T mT H mH __getitem__ clone tensor_split view_as "
     "reshape_as split_with_sizes "
-    "__iter__ ravel adjoint".split()
+    "ravel adjoint".split()
 )
 # Conversions: the squares keep their own dtype.
 CONVERSIONS = frozenset("to float double half bfloat16 type type_as cuda cpu".split())  # noqa: SIM905
@@ -95,6 +95,11 @@ ALIGNED = frozenset(
     "__truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where lerp addcmul "
     "maximum minimum pow __pow__ "
     "__rpow__ scaled_dot_product_attention dstack hstack atan2 remainder __mod__".split()
+)
+# Operations that draw random numbers where they are in train mode.
+RANDOM = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout "  # noqa: SIM905
+    "native_dropout bernoulli rrelu gumbel_softmax".split()
 )
 # The same for all but the last two dimensions.
 PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())  # noqa: SIM905
@@ -147,10 +152,8 @@ def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs
     if name in IN_PLACE and isinstance(args[0], Tensor) and engine.handle_of(args[0]) is None:
         return args[0].copy_(dispatch(IN_PLACE[name], args, kwargs))
     if kwargs.get("inplace"):
-        kwargs = {
-            **kwargs,
-            "inplace": False,
-        }  # the value belongs to the parameters, not to this operation
+        # The value belongs to the parameters, not to this operation.
+        kwargs = {**kwargs, "inplace": False}
     leaves, spec = tree_flatten((args, kwargs))
     handles = [engine.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
     held = [h for h in handles if h is not None]
@@ -179,21 +182,33 @@ def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs
                 if isinstance(a, Tensor) and handle is None:
                     engine.probe.constant(names, name, a)
         one_to_one = name in STRUCTURAL and len(held) == sum(isinstance(a, Tensor) for a in leaves)
-        if name == "__getitem__" and any(isinstance(a, (list, tuple)) for a in args[1:]):
-            one_to_one = one_to_one and not any(isinstance(a, list) for a in _index(args[1]))
+        if name == "__getitem__":
+            one_to_one = one_to_one and _is_basic(args[1])
         return _lift_result(engine, call, name, held, one_to_one)
     return _per_group(engine, call, name, names, leaves, handles, batched)
 
 
-def _index(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
+def _is_basic(index: Any) -> bool:
+    """Whether an index cannot name an element twice."""
+    each = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in each)
 
 
 def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
     """The result of an operation on parameters alone."""
+    if name in RANDOM:
+        first, second = (tree_flatten(call(*[h.value for h in held]))[0] for _ in range(2))
+        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+            raise UnsupportedUse(
+                f"{engine.names(held)} goes through {name} before it meets the batch; the loop "
+                "would draw other numbers for each micro-batch: apply it to a value of the batch, "
+                "or loop over micro-batches"
+            )
     if len(held) == 1 and not held[0].grouped and (one_to_one or name in CONVERSIONS):
         h = held[0]
         values, spec = tree_flatten(call(h.value))
+        if not all(isinstance(v, Tensor) for v in values):
+            return tree_unflatten(values, spec)  # type() without an argument
         tags = [h.tag] * len(values) if name in CONVERSIONS else tree_flatten(call(h.tag))[0]
         out = [lift(v, Handle(v, t, False, h.entry, label=h.label)) for v, t in zip(values, tags, strict=True)]
         return tree_unflatten(out, spec)

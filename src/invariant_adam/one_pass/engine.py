@@ -45,6 +45,7 @@ class Engine:
         self.known = False  # whether `groups` is that of the mini-batch under way
         self.single = False  # one group: the square of the gradient is the answer
         self.compilable = False  # a check has passed, so that a compiled graph may rely on `tied`
+        self.reduction = "mean"  # of the loss over samples
         self.checked: set[Any] = set()
         self.free: set[tuple[str, str]] = set()  # uses that sizes call batched and the check does not
         self.bound: set[tuple[str, str]] = set()  # the reverse
@@ -268,7 +269,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine = self.engine
         entries = engine.refresh(self.model)
         _refuse_modules(self.model, entries)
-        self.before: list[Any] = []
         self.undo: list[Any] = []
         for entry in entries:
             if entry.param.grad is not None and pair.peek(entry.param) is None:
@@ -285,8 +285,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self._open(entries)
         except BaseException:
             self._restore()
-            for entry, before in zip(self.armed, self.before, strict=True):
-                entry.param.grad = before
+            for entry in self.armed:
+                entry.param.grad, entry.before = entry.before, None
             self.armed = []
             raise
         State.engine = engine
@@ -297,10 +297,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for entry in entries:
             p = entry.param
             self.armed.append(entry)
-            self.before.append(p.grad)
+            entry.before = p.grad
             p.grad = None
             entry.companion.grad = None
-            entry.arrived, entry.shared, entry.done = 0, None, False
+            entry.arrived, entry.fired, entry.shared, entry.done = 0, 0, None, False
             entry.operations.clear()
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
@@ -311,6 +311,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for patch in batch_norm.patches(self.model, engine):
             self.undo.append(patch)
         engine.known = engine.single = False
+        engine.reduction = self.reduction
+        self.forwards = 0
         if self.batch_size is not None:
             self._divide(self.batch_size)
 
@@ -326,10 +328,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if kind is None:
                 self._harvest()
         finally:
-            for entry, before in zip(self.armed, self.before, strict=True):
+            for entry in self.armed:
                 if not entry.done:
-                    entry.param.grad = before
-                entry.companion.grad = entry.shared = None
+                    entry.param.grad = entry.before
+                entry.companion.grad = entry.shared = entry.before = None
             self.armed = []
 
     def _restore(self) -> None:
@@ -359,10 +361,12 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             return
         if any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed):
             self._harvest()  # a backward has run since the last forward: this is another mini-batch
-            for i, entry in enumerate(self.armed):
-                self.before[i] = entry.param.grad
+            for entry in self.armed:
+                entry.before = entry.param.grad
                 entry.param.grad = entry.companion.grad = None
-                entry.arrived, entry.done = 0, False
+                entry.arrived, entry.fired, entry.done = 0, 0, False
+            self.forwards = 0
+        self.forwards += 1
         self._divide(self.batch_size or _batch_size(args, kwargs, engine.axis))
         for entry in self.armed:
             entry.shared = None
@@ -420,25 +424,24 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             through = ", ".join(sorted(entry.operations)) or "an operation that torch does not show"
             if not engine.known:
                 wrong.append(f"{entry.name}: a gradient without a forward of the model")
-            elif engine.single:
                 continue
-            elif entry.arrived == 0 and engine.compilable and entry.companion.grad is not None:
-                continue  # a compiled graph does not count
-            elif entry.arrived == 0:
+            if engine.single:
+                continue
+            # A compiled graph does not count what it delivers: count forwards and backwards.
+            times = entry.arrived or entry.fired * max(1, self.forwards)
+            if times == 0:
                 wrong.append(f"{entry.name}: a gradient without a square (through {through})")
-            elif entry.arrived > 1:
+            elif times > 1:
                 wrong.append(
-                    f"{entry.name}: squared {entry.arrived} times in parts, without their cross "
-                    f"terms (through "
-                    f"{through})"
+                    f"{entry.name}: squared {times} times in parts, without their cross terms (through {through})"
                 )
         if wrong:
             raise UnsupportedUse(
-                "one_pass cannot square these parameters exactly:\n  " + "\n  ".join(wrong) + "\nA custom "
-                "autograd.Function hides its parameters: write it with torch operations. A "
-                "parameter used by several "
-                "forwards or several reentrant checkpoints needs one forward, or "
-                "use_reentrant=False, and check=True."
+                "one_pass cannot square these parameters exactly:\n  "
+                + "\n  ".join(wrong)
+                + "\nA custom autograd.Function hides its parameters: write it with torch "
+                "operations. A parameter used by several forwards or several reentrant "
+                "checkpoints needs one forward, or use_reentrant=False, and check=True."
             )
         for entry in self.armed:
             if entry.param.grad is not None and not entry.done:
@@ -448,7 +451,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine = self.engine
         groups = engine.groups
         p = entry.param
-        position = self.armed.index(entry) if self.before else 0
         grad, square = p.grad, entry.companion.grad
         assert grad is not None
         if engine.single:
@@ -462,7 +464,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             else:
                 square = square.div_(groups.kappa)
                 grad = grad.div_(groups.kappa)
-        p.grad = self.before[position]
+        p.grad = entry.before
         entry.companion.grad = None
         entry.done = True
         pair.put(p, grad, square, groups.batch / self.micro)

@@ -28,10 +28,16 @@ class Entry:
         self.companion = zero.expand(param.shape).requires_grad_()
         self.tied = False  # used more than once in a forward
         self.shared: Tensor | None = None  # the κ expanded copies all uses of a tied parameter draw from
+        self.before: Tensor | None = None  # p.grad as it was before this mini-batch
         self.done = False  # the pair has been handed over
-        self.arrived = 0  # squares delivered in this backward
+        self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
+        self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
+        self.companion.register_post_accumulate_grad_hook(self._fire)  # type: ignore[no-untyped-call]
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
+
+    def _fire(self, _: Tensor) -> None:
+        self.fired += 1
 
 
 class Handle:

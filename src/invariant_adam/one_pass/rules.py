@@ -482,6 +482,12 @@ def expand(engine: Engine, func: Any, input: Any, *sizes: Any) -> Any:
     return lift(value, Handle(value, spread(base, batch), True, None, resize, h.label))
 
 
+@rule("__iter__")
+def iterate(engine: Engine, func: Any, input: Any) -> Any:
+    """The rows of a parameter, one by one."""
+    return iter(dispatch(Tensor.unbind, (input, 0), {}))
+
+
 @rule("expand_as")
 def expand_as(engine: Engine, func: Any, input: Any, other: Tensor) -> Any:
     """`expand` to the shape of another tensor."""
