@@ -2,7 +2,7 @@
 
 GPT-2 124M (untied head, 50,304 tokens), B = 32 sequences of 1,024, bfloat16 autocast; and ResNet-18 for 32×32 images in
 channels_last, B = 800, M = 25, ghost batch norm. Ratios are to one plain pass with `torch.optim.AdamW(fused=True)` in
-the same run, medians of CUDA-event timings. The result is written after each row, so that a run cut short keeps its rows.
+the same run, medians of CUDA-event timings. The result is written after each row: a run cut short keeps its rows.
 
     PYTHONPATH=src python benchmarks/one_pass_gpu.py --out benchmarks/results/one_pass_h200.json
 """
@@ -111,7 +111,7 @@ def measure(name, make, x, y, sizes, compiled, save):
     run = wrap(model)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def plain():
+    def plain(adamw=adamw):
         loss_of(run, x, y).backward()
         adamw.step()
         adamw.zero_grad()

@@ -142,3 +142,41 @@ def test_an_exception_inside_leaves_model_and_optimizer_as_they_were():
     loss(model, x[:4], y[:4]).backward()  # the loop goes on as ever
     assert opt.kappa == 1
     opt.step()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_relu_that_turns_on_rounding_is_not_taken_for_a_mistake(seed):
+    """float32, batch norm, ReLU: the check of the first call must not refuse what is exact."""
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    for _ in range(4):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 5))
+    x, y = images(8, seed, torch.float32)
+    with ia.one_pass(model, micro_batch_size=4):
+        loss(model, x, y).backward()
+    assert all(p.dtype == p.grad.dtype == p.grad_sq.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("make", "data"), [(cnn, images), (Text, texts)], ids=["cnn", "text"])
+def test_autocast_agrees_with_the_loop_under_autocast(make, data, device):
+    model = make().to(device)
+    x, y = (t.to(device) for t in data(12, 0, torch.float32))
+    twin = copy.deepcopy(model)
+    squares = {name: 0.0 for name, _ in model.named_parameters()}
+    for rows in torch.arange(12).split(4):
+        with torch.autocast(device, torch.bfloat16):
+            value = loss(twin, x[rows], y[rows])
+        grads = torch.autograd.grad(value, list(twin.parameters()))
+        for name, g in zip(squares, grads, strict=True):
+            squares[name] += g.float().square() / 3
+    with ia.one_pass(model, micro_batch_size=4):
+        with torch.autocast(device, torch.bfloat16):
+            value = loss(model, x, y)
+        value.backward()
+    largest = max(s.max() for s in squares.values())
+    for name, p in model.named_parameters():
+        assert p.grad.dtype == torch.float32
+        difference = (p.grad_sq - squares[name]).norm() / (squares[name].norm() + 1e-3 * largest)
+        assert difference < 0.1, name

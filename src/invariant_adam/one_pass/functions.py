@@ -206,9 +206,10 @@ class Conv(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.groups, ctx.geo, ctx.hw, ctx.hb = groups, geo, hw, hb
-        return torch.convolution(
+        b = None if b is None else b.to(x.dtype)
+        return torch.convolution(  # autocast knows conv2d, but not this one: the weights follow x
             x,
-            w,
+            w.to(x.dtype),
             b,
             geo.stride,
             geo.padding,

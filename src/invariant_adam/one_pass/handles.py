@@ -33,7 +33,7 @@ class Entry:
         self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
         self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
-        self.companion.register_post_accumulate_grad_hook(self._fire)  # type: ignore[no-untyped-call]
+        self.companion.register_post_accumulate_grad_hook(self._fire)
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
 
     def _fire(self, _: Tensor) -> None:
