@@ -95,8 +95,7 @@ class Probe:
             ):
                 raise UnsupportedUse(
                     f"{names} goes through {name}, which does not act on each micro-batch alone; "
-                    f"loop over "
-                    "micro-batches, or write the operation per sample"
+                    "loop over micro-batches, or write the operation per sample"
                 )
 
 
@@ -259,10 +258,8 @@ def _compare_forward(
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not _close(a, b, slack=100):
             raise UnsupportedUse(
                 "the model's forward in one_pass differs from its own: an operation writes over a "
-                "value made from "
-                "parameters, or an operation's rule does not cover its use; please report it, and "
-                "loop over "
-                "micro-batches"
+                "value made from parameters, or an operation's rule does not cover its use; "
+                "please report it, and loop over micro-batches"
             )
 
 
@@ -292,10 +289,8 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
                 continue
             raise UnsupportedUse(
                 f"{names} goes through {name} on rows that change when samples of another "
-                f"micro-batch change: the "
-                "samples are mixed, permuted or not where batch_dim says; keep the batch in its "
-                "dimension and samples "
-                "apart, or loop over micro-batches"
+                "micro-batch change: the samples are mixed, permuted or not where batch_dim says; "
+                "keep the batch in its dimension and samples apart, or loop over micro-batches"
             )
         for r, s in zip(first, second, strict=False):
             if r.axis is None or r.varies or not r.x.numel():
@@ -347,8 +342,7 @@ def _other_axis(
 def _unclear(names: str, name: str) -> UnsupportedUse:
     return UnsupportedUse(
         f"{names} goes through {name} both with the batch and with constants of the batch's size; "
-        f"choose another "
-        "batch size, or loop over micro-batches"
+        "choose another batch size, or loop over micro-batches"
     )
 
 
@@ -363,9 +357,8 @@ def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: 
         ):
             raise UnsupportedUse(
                 "the model's output for one sample depends on samples of other micro-batches, so "
-                "its loss is not a "
-                "mean over micro-batches (batch statistics? in-batch negatives?); loop over "
-                "micro-batches"
+                "its loss is not a mean over micro-batches (batch statistics? in-batch "
+                "negatives?); loop over micro-batches"
             )
 
 
@@ -393,10 +386,9 @@ def _check_additive(
         if abs(v[3] - v[2] - v[1] + v[0]) > tolerance * scale:
             raise UnsupportedUse(
                 "the model's scalar output is not a mean over micro-batches: changing two of them "
-                "together changes it "
-                f"by {v[3] - v[0]:.6g}, one by one by {v[1] + v[2] - 2 * v[0]:.6g}. Unequal "
-                f"numbers of tokens need "
-                "weights=; batch-wide terms (load balancing, in-batch negatives) need the loop"
+                f"together changes it by {v[3] - v[0]:.6g}, one by one by "
+                f"{v[1] + v[2] - 2 * v[0]:.6g}. Unequal numbers of tokens need weights=; "
+                "batch-wide terms (load balancing, in-batch negatives) need the loop"
             )
 
 
@@ -418,8 +410,7 @@ def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
             if entry is not None and maker is not None and maker not in ours:
                 raise UnsupportedUse(
                     f"{entry.name} goes through {maker.__name__}, a custom autograd.Function that "
-                    f"hides it; write it "
-                    "with torch operations, or loop over micro-batches"
+                    "hides it; write it with torch operations, or loop over micro-batches"
                 )
             if parent not in seen:
                 seen.add(parent)
@@ -468,8 +459,8 @@ def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) ->
     except Exception as error:
         raise UnsupportedUse(
             "the model does not run on one micro-batch cut from its inputs, so it cannot be "
-            "checked against the loop "
-            f"({error}); give every batched input the batch in batch_dim, or pass check=False"
+            f"checked against the loop ({error}); give every batched input the batch in batch_dim, "
+            "or pass check=False"
         ) from error
     still = all(_close(a, b) for a, b in zip(first, second, strict=False))
     try:
@@ -606,6 +597,5 @@ def _compare_gradients(
             + "\n  ".join(wrong)
             + "\nEither "
             "samples of different micro-batches influence each other, or an operation is not "
-            "covered; loop over "
-            "micro-batches"
+            "covered; loop over micro-batches"
         )

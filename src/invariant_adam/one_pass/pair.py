@@ -77,12 +77,9 @@ def peek(p: Tensor) -> Pair | None:
     if p.grad is None or kappa is None or not kappa > 0 or grad_sq.shape != p.shape:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} has grad_sq of shape {tuple(grad_sq.shape)} "
-            f"with "
-            f"grad={'None' if p.grad is None else 'set'} and grad_kappa={kappa}; a pair needs all "
-            f"three, "
-            "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear "
-            "them with "
-            "the optimizer's zero_grad()"
+            f"with grad={'None' if p.grad is None else 'set'} and grad_kappa={kappa}; a pair needs "
+            "all three, with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, "
+            "or clear them with the optimizer's zero_grad()"
         )
     return Pair(p.grad, grad_sq, float(kappa))
 
