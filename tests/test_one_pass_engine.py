@@ -592,3 +592,13 @@ def test_a_summed_loss_inside_the_model() -> None:
     w = model.m[0].weight
     shares = [torch.autograd.grad(model(x[k : k + 2]), w)[0] for k in range(0, B, 2)]
     torch.testing.assert_close(w.grad_sq, torch.stack(shares).square().mean(0))
+
+
+@TRACING
+@pytest.mark.slow
+def test_compile_with_inductor(batch) -> None:
+    torch._dynamo.reset()
+    model = Net().double()
+    compiled = torch.compile(model, fullgraph=True)
+    for _ in range(2):
+        assert_exact(model, batch, exact_loss, 2, run=compiled)

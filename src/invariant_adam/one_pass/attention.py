@@ -102,15 +102,14 @@ def multi_head_attention(
     if extra or any(engine.handle_of(t) is not None for t in (query, key, value)):
         raise UnsupportedUse(
             f"{engine.names(held)} goes through attention with add_bias_kv, add_zero_attn, static "
-            f"keys or inputs made "
-            "from parameters alone; leave them out, or loop over micro-batches"
+            "keys or inputs made from parameters alone; leave them out, or loop over micro-batches"
         )
     for t in (query, key, value):
         if t.shape[1] % engine.groups.batch:
             raise UnsupportedUse(
                 f"{engine.names(held)} goes through attention with an input of {t.shape[1]} "
-                f"sequences for a batch of "
-                f"{engine.groups.batch} samples; keep every sample's sequences together"
+                f"sequences for a batch of {engine.groups.batch} samples; keep every sample's "
+                "sequences together"
             )
     length, rows, E = query.shape
     source, width = key.shape[0], E // num_heads

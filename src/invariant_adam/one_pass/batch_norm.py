@@ -86,8 +86,7 @@ def patches(model: nn.Module, engine: Engine) -> Iterator[Patch]:
         if type(module).forward is not _BatchNorm.forward:
             raise UnsupportedUse(
                 f"{name} is a {type(module).__name__} without a trainable weight and with a "
-                f"forward of its own; "
-                "put it in eval mode, or make its weight trainable"
+                "forward of its own; put it in eval mode, or make its weight trainable"
             )
         yield Patch(module, _ghost_forward(module, engine))
 

@@ -98,8 +98,7 @@ class Probe:
             if isinstance(want, Tensor) and (got.shape != want.shape or not _close(got, want, slack=100)):
                 raise UnsupportedUse(
                     f"{names} goes through {name}, which does not act on each micro-batch alone; "
-                    f"loop over "
-                    "micro-batches, or write the operation per sample"
+                    "loop over micro-batches, or write the operation per sample"
                 )
 
 
@@ -256,10 +255,8 @@ def _compare_forward(engine: Engine, model: nn.Module, args: Any, kwargs: Any, o
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not _close(a, b, slack=100):
             raise UnsupportedUse(
                 "the model's forward in one_pass differs from its own: an operation writes over a "
-                "value made from "
-                "parameters, or an operation's rule does not cover its use; please report it, and "
-                "loop over "
-                "micro-batches"
+                "value made from parameters, or an operation's rule does not cover its use; "
+                "please report it, and loop over micro-batches"
             )
 
 
@@ -289,10 +286,8 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
                 continue
             raise UnsupportedUse(
                 f"{names} goes through {name} on rows that change when samples of another "
-                f"micro-batch change: the "
-                "samples are mixed, permuted or not where batch_dim says; keep the batch in its "
-                "dimension and samples "
-                "apart, or loop over micro-batches"
+                "micro-batch change: the samples are mixed, permuted or not where batch_dim says; "
+                "keep the batch in its dimension and samples apart, or loop over micro-batches"
             )
         for r, s in zip(first, second, strict=False):
             if r.axis is None or r.varies or not r.x.numel():
@@ -338,8 +333,7 @@ def _other_axis(first: list[Record], second: list[Record], groups: Groups, chang
 def _unclear(names: str, name: str) -> UnsupportedUse:
     return UnsupportedUse(
         f"{names} goes through {name} both with the batch and with constants of the batch's size; "
-        f"choose another "
-        "batch size, or loop over micro-batches"
+        "choose another batch size, or loop over micro-batches"
     )
 
 
@@ -353,9 +347,8 @@ def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: 
         ):
             raise UnsupportedUse(
                 "the model's output for one sample depends on samples of other micro-batches, so "
-                "its loss is not a "
-                "mean over micro-batches (batch statistics? in-batch negatives?); loop over "
-                "micro-batches"
+                "its loss is not a mean over micro-batches (batch statistics? in-batch "
+                "negatives?); loop over micro-batches"
             )
 
 
@@ -377,10 +370,9 @@ def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, ou
         if abs(v[3] - v[2] - v[1] + v[0]) > tolerance * scale:
             raise UnsupportedUse(
                 "the model's scalar output is not a mean over micro-batches: changing two of them "
-                "together changes it "
-                f"by {v[3] - v[0]:.6g}, one by one by {v[1] + v[2] - 2 * v[0]:.6g}. Unequal "
-                f"numbers of tokens need "
-                "weights=; batch-wide terms (load balancing, in-batch negatives) need the loop"
+                f"together changes it by {v[3] - v[0]:.6g}, one by one by "
+                f"{v[1] + v[2] - 2 * v[0]:.6g}. Unequal numbers of tokens need weights=; "
+                "batch-wide terms (load balancing, in-batch negatives) need the loop"
             )
 
 
@@ -402,17 +394,16 @@ def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
             if entry is not None and maker is not None and maker not in ours:
                 raise UnsupportedUse(
                     f"{entry.name} goes through {maker.__name__}, a custom autograd.Function that "
-                    f"hides it; write it "
-                    "with torch operations, or loop over micro-batches"
+                    "hides it; write it with torch operations, or loop over micro-batches"
                 )
             if parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
 
 
-def _cut(value: Any, groups: Groups, k: int) -> Any:
-    """Micro-batch k of the inputs."""
-    lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
+def _cut(value: Any, groups: Groups, k: int, count: int = 1) -> Any:
+    """Micro-batch k of the inputs, or `count` from there on."""
+    lo, hi = k * groups.micro, min((k + count) * groups.micro, groups.batch)
 
     def cut(t: Any) -> Any:
         if isinstance(t, Tensor) and t.ndim > groups.axis and t.shape[groups.axis] == groups.batch:
@@ -438,10 +429,33 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Hold the gradients and squares of every parameter against a loop over micro-batches.
+    """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
     A model that draws random numbers is held against it in eval mode: the loop would draw others.
     """
+    groups = engine.groups
+    few = _few(engine, args, kwargs)
+    if few < groups.kappa:
+        args, kwargs = _cut((args, kwargs), groups, 0, few)
+        engine.groups = Groups(few * groups.micro, groups.micro, groups.axis)
+    try:
+        _check_gradients(engine, model, args, kwargs)
+    finally:
+        engine.groups = groups
+
+
+def _few(engine: Engine, args: Any, kwargs: Any) -> int:
+    """How many micro-batches to hold against the loop: four or so, if no other size is the same; else all."""
+    groups = engine.groups
+    sizes = {n for entry in engine.entries.values() for n in entry.param.shape}
+    for t in tree_leaves((args, kwargs)):
+        if isinstance(t, Tensor):
+            sizes.update(n for d, n in enumerate(t.shape) if d != groups.axis)
+    full = groups.batch // groups.micro
+    return next((k for k in (4, 5, 6, 7, 3) if k < full and k * groups.micro not in sizes), groups.kappa)
+
+
+def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
     small = _cut((args, kwargs), engine.groups, 0)
     try:
         with _plainly(engine):
@@ -451,25 +465,22 @@ def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) ->
                 second = _outputs(run(engine, model, *small)[1])
     except Exception as error:
         raise UnsupportedUse(
-            "the model does not run on one micro-batch cut from its inputs, so it cannot be "
-            "checked against the loop "
+            "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
             f"({error}); give every batched input the batch in batch_dim, or pass check=False"
         ) from error
     still = all(_close(a, b) for a, b in zip(first, second, strict=False))
-    try:
-        with nullcontext() if still else _evaluating(model):
-            try:
-                with _in_double(engine, model, args, kwargs) as (a, kw):
-                    _hold_against_loop(engine, model, a, kw)
-            except (RuntimeError, TypeError, NotImplementedError) as error:
-                if isinstance(error, UnsupportedUse) or "use_reentrant" in str(error):
-                    raise
-                _hold_against_loop(engine, model, args, kwargs)  # the model insists on its own precision
-    except RuntimeError as error:
-        # Reentrant checkpoints cannot be differentiated to chosen leaves; arrivals are still
-        # counted in backward.
-        if "use_reentrant" not in str(error):
-            raise
+    del first, second
+    with nullcontext() if still else _evaluating(model):
+        try:
+            with _in_double(engine, model, args, kwargs) as (a, kw):
+                _hold_against_loop(engine, model, a, kw)
+            return
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if isinstance(error, UnsupportedUse):
+                raise
+            if "use_reentrant" in str(error):
+                return  # cannot be differentiated to chosen leaves; arrivals are still counted in backward
+        _hold_against_loop(engine, model, args, kwargs)  # the model insists on its own precision
 
 
 @contextmanager
@@ -480,19 +491,18 @@ def _in_double(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Iter
     """
     held: list[tuple[Tensor, Tensor]] = []
     companions = [(entry, entry.companion) for entry in engine.entries.values()]
-    kinds = {p.device.type for p in model.parameters()}
     try:
         with ExitStack() as stack:
-            for kind in kinds:
+            for kind in {p.device.type for p in model.parameters()}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             with torch._C.DisableTorchFunctionSubclass():
                 for t in (*model.parameters(), *model.buffers()):
                     if t.is_floating_point():
                         held.append((t, t.data))
                         t.data = t.data.double()
-                for entry, old in companions:
-                    zero = torch.zeros((), dtype=torch.float64, device=old.device)
-                    entry.companion = zero.expand(old.shape).requires_grad_()
+            for entry, old in companions:
+                zero = torch.zeros((), dtype=torch.float64, device=old.device)
+                entry.companion = zero.expand(old.shape).requires_grad_()
             yield tree_map(_as_double, (args, kwargs))
     finally:
         with torch._C.DisableTorchFunctionSubclass():
@@ -623,6 +633,5 @@ def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], s
         raise UnsupportedUse(
             "one pass and the loop over micro-batches disagree on this model:\n  " + "\n  ".join(wrong) + "\nEither "
             "samples of different micro-batches influence each other, or an operation is not "
-            "covered; loop over "
-            "micro-batches"
+            "covered; loop over micro-batches"
         )

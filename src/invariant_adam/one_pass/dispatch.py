@@ -60,13 +60,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 # Operations that only look at a tensor or leave autograd: they run as they are.
 PLAIN = frozenset(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex "  # noqa: SIM905
-    "element_size detach item "
-    "tolist data_ptr storage_offset get_device requires_grad_ register_hook retain_grad backward "
-    "__len__ __repr__ "
-    "__format__ __hash__ __bool__ __set__ __delete__ is_same_size is_pinned has_names numpy "
-    "zeros_like ones_like "
-    "empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
-    "equal is_shared "
+    "element_size detach item tolist data_ptr storage_offset get_device requires_grad_ "
+    "register_hook retain_grad backward __len__ __repr__ __format__ __hash__ __bool__ __set__ "
+    "__delete__ is_same_size is_pinned has_names numpy zeros_like ones_like empty_like full_like "
+    "rand_like randn_like new_zeros new_ones new_empty new_full new_tensor equal is_shared "
     "__deepcopy__ untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view "
     "is_inference is_conj is_neg "
     "is_signed __contains__ dim_order __reduce_ex__ __array__".split()
@@ -80,9 +77,8 @@ PLAIN = frozenset(
 # Operations that send each element to one place at most: the squares take the same way.
 STRUCTURAL = frozenset(
     "view reshape t transpose permute unsqueeze squeeze flatten unflatten contiguous narrow "  # noqa: SIM905
-    "select chunk split unbind "
-    "movedim moveaxis swapaxes swapdims T mT H mH __getitem__ clone tensor_split view_as "
-    "reshape_as split_with_sizes "
+    "select chunk split unbind movedim moveaxis swapaxes swapdims T mT H mH __getitem__ clone "
+    "tensor_split view_as reshape_as split_with_sizes "
     "ravel adjoint".split()
 )
 # Conversions: the squares keep their own dtype.
@@ -91,9 +87,8 @@ CONVERSIONS = frozenset("to float double half bfloat16 type type_as cuda cpu".sp
 # the batch.
 ALIGNED = frozenset(
     "add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ "  # noqa: SIM905
-    "__mul__ __rmul__ "
-    "__truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where lerp addcmul "
-    "maximum minimum pow __pow__ "
+    "__mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where "
+    "lerp addcmul maximum minimum pow __pow__ "
     "__rpow__ scaled_dot_product_attention dstack hstack atan2 remainder __mod__".split()
 )
 # Operations that draw random numbers where they are in train mode.
@@ -282,8 +277,7 @@ def _per_group(
             raise UnsupportedUse(
                 f"{names} goes through {name}, which has no rule and does not run group by group "
                 f"({str(error).splitlines()[0]}); freeze the parameter, write the operation with "
-                f"ones that "
-                "have rules, or loop over micro-batches"
+                "ones that have rules, or loop over micro-batches"
             ) from error
     flat = [tree_flatten(r) for r in results]
     merged = []
@@ -294,8 +288,7 @@ def _per_group(
         if not where:
             raise UnsupportedUse(
                 f"{names} goes through {name}, whose result of shape {tuple(first.shape[1:])} per "
-                f"group has no "
-                "batch dimension; reduce over samples in the loss, not before"
+                "group has no batch dimension; reduce over samples in the loss, not before"
             )
         a = where[0]
         merged.append(groups.merge([o.movedim(a + 1, 1) if a else o for o in outs], a))
@@ -314,9 +307,8 @@ def _batch_axis(engine: Engine, name: str, names: str, leaves: list[Any], batche
             if axis is None:
                 raise UnsupportedUse(
                     f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in "
-                    f"which no dimension is "
-                    f"the batch of {engine.groups.batch}; keep the batch in dimension "
-                    f"{engine.groups.axis}"
+                    f"which no dimension is the batch of {engine.groups.batch}; keep the batch in "
+                    f"dimension {engine.groups.axis}"
                 )
             if a.ndim > best[1]:
                 best = (axis, a.ndim, a.shape[axis])

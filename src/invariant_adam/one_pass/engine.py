@@ -82,8 +82,7 @@ class Engine:
         if not self.known:
             raise UnsupportedUse(
                 f"one_pass met {name} on a parameter before the model was called; call the model "
-                f"itself (its forward "
-                "shows the batch), or pass batch_size= and check=False"
+                "itself (its forward shows the batch), or pass batch_size= and check=False"
             )
         if torch.compiler.is_compiling() and not self.compilable:
             raise UnsupportedUse(
@@ -162,9 +161,8 @@ class Engine:
             if not routed:
                 raise UnsupportedUse(
                     f"{self.names(held)} goes through {name} on rows picked from the batch by "
-                    f"index, which only "
-                    "linear layers and elementwise products support; apply it before the rows are "
-                    "picked"
+                    "index, which only linear layers and elementwise products support; apply it "
+                    "before the rows are picked"
                 )
             for h in held:
                 self.note(h, name)
@@ -181,10 +179,9 @@ class Engine:
         if axis is None:
             raise UnsupportedUse(
                 f"{self.names(held)} goes through {name} with an input of shape {tuple(x.shape)}, "
-                f"in which no "
-                f"dimension is the batch of {self.groups.batch}: rows were dropped, packed or "
-                f"regrouped before it; "
-                "loop over micro-batches, or keep the batch in its dimension"
+                f"in which no dimension is the batch of {self.groups.batch}: rows were dropped, "
+                "packed or regrouped before it; loop over micro-batches, or keep the batch in its "
+                "dimension"
             )
         return self.place_at(x, axis, event, name, held)
 
@@ -274,8 +271,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if entry.param.grad is not None and pair.peek(entry.param) is None:
                 raise RuntimeError(
                     f"{entry.name} has a gradient from outside one_pass; consume it (fold, step) "
-                    f"or clear it "
-                    "(zero_grad) first"
+                    "or clear it (zero_grad) first"
                 )
             if type(entry.param) is not nn.Parameter:
                 raise UnsupportedUse(
@@ -476,8 +472,7 @@ def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
     if len(found) != 1:
         raise ValueError(
             f"the model's inputs have sizes {sizes} in dimension {axis}, so the mini-batch cannot "
-            f"be told from them; "
-            "pass batch_size="
+            "be told from them; pass batch_size="
         )
     return int(found.pop())
 
@@ -487,8 +482,8 @@ def _refuse_modules(model: nn.Module, entries: list[Entry]) -> None:
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise UnsupportedUse(
                 f"{name} is a SyncBatchNorm, whose statistics span workers and micro-batches; use "
-                f"BatchNorm (one_pass "
-                "gives each micro-batch its own statistics, as the loop does) or GroupNorm"
+                "BatchNorm (one_pass gives each micro-batch its own statistics, as the loop does) "
+                "or GroupNorm"
             )
 
 

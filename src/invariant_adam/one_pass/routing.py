@@ -18,8 +18,8 @@ ROWWISE = frozenset(
     f"{name}Backward{i}"
     for name in (  # noqa: SIM905
         "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split "
-        "SplitWithSizes Chunk Pow Clamp "
-        "LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp Clone Linear"
+        "SplitWithSizes Chunk Pow Clamp LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp "
+        "Clone Linear"
     ).split()
     for i in (0, 1)
 )

@@ -136,9 +136,8 @@ def _convolve(
     n = weight.ndim - 2
     if x.ndim != n + 2:
         raise UnsupportedUse(
-            f"{engine.names((hw, hb))} goes through {name} with an input of shape "
-            f"{tuple(x.shape)} without a batch "
-            "dimension; add one"
+            f"{engine.names((hw, hb))} goes through {name} with an input of shape {tuple(x.shape)} "
+            "without a batch dimension; add one"
         )
     if engine.place(x, n + 1, name, (hw, hb)) is None:
         return NotImplemented
@@ -227,8 +226,7 @@ def embedding(
         option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
         raise UnsupportedUse(
             f"{engine.names((h,))} goes through embedding with {option}, which depends on the "
-            f"whole mini-batch; "
-            "leave it out or loop over micro-batches"
+            "whole mini-batch; leave it out or loop over micro-batches"
         )
     if h is None or engine.handle_of(input) is not None:
         return NotImplemented
@@ -261,9 +259,8 @@ def embedding_bag(
     h = engine.handle_of(weight)
     if offsets is not None or input.ndim != 2:
         raise UnsupportedUse(
-            f"{engine.names((h,))} goes through embedding_bag with offsets; pad the bags to ids "
-            f"of shape (batch, "
-            "length) with padding_idx"
+            f"{engine.names((h,))} goes through embedding_bag with offsets; pad the bags to ids of "
+            "shape (batch, length) with padding_idx"
         )
     if isinstance(engine.handle_of(input), Handle) or h is None:
         return NotImplemented
@@ -371,8 +368,8 @@ def instance_norm(
         held = (engine.handle_of(weight), engine.handle_of(bias))
         raise UnsupportedUse(
             f"{engine.names(held)} goes through instance_norm with track_running_stats=True in "
-            f"train mode, whose "
-            "running statistics would differ from the loop's; set track_running_stats=False"
+            "train mode, whose running statistics would differ from the loop's; set "
+            "track_running_stats=False"
         )
     if not _channel_place(engine, "instance_norm", input, weight, bias):
         return NotImplemented
