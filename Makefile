@@ -22,7 +22,7 @@ verify: $(VENV)/lab ## Check the paper's theorems numerically
 test: $(VENV)/dev ## Run the tests, without the slow ones and those that need a GPU
 	$(THREADS) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
-test-slow: $(VENV)/dev ## Run the slow tests
+test-slow: $(VENV)/zoo ## Run the slow tests
 	$(THREADS) $(BIN)/python -m pytest -m "slow and not gpu"
 
 lint: $(VENV)/dev ## Check style, formatting and types
@@ -49,4 +49,9 @@ $(VENV)/torch: constraints.txt
 
 $(VENV)/lab $(VENV)/dev: $(VENV)/%: $(VENV)/torch pyproject.toml
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
+	@touch $@
+
+# The model zoos of the slow tests. Without their own wishes: torchvision would bring another torch.
+$(VENV)/zoo: $(VENV)/dev
+	$(PIP) install -c constraints.txt --no-deps timm torchvision
 	@touch $@

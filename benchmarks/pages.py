@@ -54,11 +54,10 @@ def headline_rows():
 
 def step_rows():
     result = load("step_cpu")
-    yield "| micro-batches per update | chain of 100 linear layers | gradients handed over | without their backward |"
+    yield "| micro-batches per update | chain of 100 linear layers | gradients handed over | the optimizer alone |"
     yield "|---|---|---|---|"
-    for net, handed in zip(result["net"], result["handed"], strict=True):
-        alone = handed["ratio_without_backward"]
-        yield f"| {net['kappa']} | {net['ratio']:.2f} | {handed['ratio']:.2f} | {alone:.1f} |"
+    for net, handed, alone in zip(result["net"], result["handed"], result["alone"], strict=True):
+        yield f"| {net['kappa']} | {net['ratio']:.2f} | {handed['ratio']:.2f} | {alone['ratio']:.2f} |"
 
 
 def bandwidth_rows():
@@ -73,9 +72,44 @@ def bandwidth_rows():
         yield f"| {label} | {rates} | {row['fold_and_step_over_adamw']:.2f} |"
 
 
+def gpu_rows():
+    result = load("one_pass_h200")
+    yield f"A training step on one {result['device']}, bfloat16, over one plain pass with fused AdamW:"
+    yield ""
+    yield "| | plain | loop of micro-batches | one pass |"
+    yield "|---|---|---|---|"
+    table = {}
+    for row in result["rows"]:
+        table.setdefault((row["model"], row["batch"], row["compiled"]), {})[row["method"]] = row
+    for (model, batch, compiled), row in table.items():
+        loop = f"{row['loop']['ratio']:.1f}×" if "loop" in row else ""
+        once = row["one pass"]
+        label = f"{model}, B={batch}, M={once['M']}{', compiled' if compiled else ''}"
+        plain = f"{once['plain_ms']:.0f} ms, {once['plain_gib']:.1f} GiB"
+        yield f"| {label} | {plain} | {loop} | {once['ratio']:.2f}×, {once['gib']:.1f} GiB |"
+    yield ""
+    yield "(`python benchmarks/one_pass_gpu.py`, kept as `benchmarks/results/one_pass_h200.json`.)"
+
+
+def gemm_rows():
+    result = load("gemm_square_h200")
+    yield "| rows | rows per group | o × i | plain product, TFLOP/s | with the squares, time over it |"
+    yield "|---|---|---|---|---|"
+    for row in result["rows"]:
+        shape = f"{row['rows']} | {row['rows_per_group']} | {row['o']} × {row['i']}"
+        yield f"| {shape} | {row['plain_tflops']:.0f} | {row['ratio']:.2f} |"
+
+
+def one_pass_rows():
+    from invariant_adam.lab.bench_one_pass import table
+
+    yield table(load("one_pass_cpu"))
+
+
 PAGES = {
-    "README.md": {"headline": headline_rows},
+    "README.md": {"headline": headline_rows, "gpu": gpu_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
+    "docs/one_pass.md": {"table": one_pass_rows, "gpu": gpu_rows, "gemm": gemm_rows},
     "docs/guide.md": {"step": step_rows, "bandwidth": bandwidth_rows},
 }
 

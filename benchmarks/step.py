@@ -1,11 +1,10 @@
 """Time of fold + step against `torch.optim.AdamW(fused=True)` with as many accumulated micro-batches.
 
-10M parameters in 100 tensors. Three things are timed in one process, interleaved, and compared as medians:
+10M parameters in 100 tensors, timed in one process, interleaved, compared as medians:
 
-- `handed`: gradients come from a backward that does nothing else (one multiplication per tensor), so the time is
-  the optimizer's own and the accumulation's: the harshest comparison;
-- `net`: the same parameters as a chain of 100 linear layers on micro-batches of 32: what a training step feels;
-- `backward`: the backward of each alone, its gradients dropped, which both sides pay.
+- `net`: whole updates of a chain of 100 linear layers on micro-batches of 32: what a training step feels;
+- `handed`: whole updates where a backward makes each gradient by one multiplication and nothing else;
+- `alone`: no autograd at all: gradients lie ready, are added up or folded, and the step is made.
 
     PYTHONPATH=src python benchmarks/step.py --device cpu --out benchmarks/results/step_cpu.json
 """
@@ -59,46 +58,73 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def update(model, opt, x, kappa, divide):
-    """One update; the forward is outside of what is compared only in so far as both sides run it."""
-    for _ in range(kappa):
-        (model(x) / divide).backward()
-        if opt is None:
-            for p in model.parameters():
-                p.grad = None
-    if opt is not None:
-        opt.step()
-        opt.zero_grad()
-
-
-def measure(make, kappas, device, repeats):
-    model = {name: make().to(device) for name in ("backward", "adamw", "invariant")}
-    opts = {
-        "backward": None,
-        "adamw": torch.optim.AdamW(model["adamw"].parameters(), fused=True),
-        "invariant": InvariantAdam(model["invariant"].parameters(), weight_decay=0.01),
-    }
+def updates(make, device):
+    """For each optimizer, a function that makes one update of kappa micro-batches."""
     x = torch.randn(32, SIDE, device=device)
+    models = {name: make().to(device) for name in ("adamw", "invariant")}
+    opts = {
+        "adamw": torch.optim.AdamW(models["adamw"].parameters(), fused=True),
+        "invariant": InvariantAdam(models["invariant"].parameters(), weight_decay=0.01),
+    }
+
+    def update(name, kappa):
+        if name == "invariant":
+            opts[name].expect(kappa)
+        for _ in range(kappa):
+            (models[name](x) / (kappa if name == "adamw" else 1)).backward()
+        opts[name].step()
+        opts[name].zero_grad()
+
+    return update
+
+
+def updates_alone(device):
+    """The same with gradients that lie ready."""
+    params = {name: [nn.Parameter(torch.randn(SIDE, SIDE, device=device)) for _ in range(TENSORS)] for name in "ab"}
+    grads = [torch.randn(SIDE, SIDE, device=device) * 1e-3 for _ in range(TENSORS)]
+    sums = [torch.zeros_like(g) for g in grads]
+    adamw = torch.optim.AdamW(params["a"], fused=True)
+    invariant = InvariantAdam(params["b"], weight_decay=0.01, fold="call")
+
+    def update(name, kappa):
+        if name == "adamw":
+            for _ in range(kappa - 1):  # autograd keeps the first gradient and adds the others to it
+                for total, g in zip(sums, grads, strict=True):
+                    total.add_(g)
+            for p, total in zip(params["a"], sums, strict=True):
+                p.grad = total
+            adamw.step()
+            return
+        invariant.expect(kappa)
+        for _ in range(kappa):
+            for p, g in zip(params["b"], grads, strict=True):
+                p.grad = g
+            invariant.fold()
+        invariant.step()
+
+    return update
+
+
+def measure(update, kappas, device, repeats):
     rows = []
     for kappa in kappas:
-        times = {name: [] for name in model}
+        times = {"adamw": [], "invariant": []}
         for i in range(repeats + 3):
-            for name in model:
+            for name, seconds in times.items():
                 if device == "cuda":
                     torch.cuda.synchronize()
                 begin = time.perf_counter()
-                update(model[name], opts[name], x, kappa, kappa if name == "adamw" else 1)
+                update(name, kappa)
                 if device == "cuda":
                     torch.cuda.synchronize()
                 if i >= 3:
-                    times[name].append(time.perf_counter() - begin)
-        ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
+                    seconds.append(time.perf_counter() - begin)
+        ms = {name: 1e3 * statistics.median(seconds) for name, seconds in times.items()}
         rows.append(
             {
                 "kappa": kappa,
                 **{f"{name}_ms": round(value, 3) for name, value in ms.items()},
                 "ratio": round(ms["invariant"] / ms["adamw"], 3),
-                "ratio_without_backward": round((ms["invariant"] - ms["backward"]) / (ms["adamw"] - ms["backward"]), 3),
             }
         )
         print(rows[-1], flush=True)
@@ -124,8 +150,14 @@ def main():
         "invariant_adam": invariant_adam.__version__,
         "date": date.today().isoformat(),
     }
-    for name, make in (("handed", Handed), ("net", Net)):
-        result[name] = measure(make, args.kappas, args.device, args.repeats)
+    work = {
+        "net": updates(Net, args.device),
+        "handed": updates(Handed, args.device),
+        "alone": updates_alone(args.device),
+    }
+    for name, update in work.items():
+        print(name)
+        result[name] = measure(update, args.kappas, args.device, args.repeats)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

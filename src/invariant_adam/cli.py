@@ -238,6 +238,50 @@ def demo(
         stderr.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed and memory on this machine.")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("one-pass")
+def bench_one_pass(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per cell; the best counts.")] = 11,
+    nets: Annotated[str, typer.Option(help="Which nets, with commas.")] = "mlp,cnn,gpt",
+    memory: Annotated[bool, typer.Option(help="Also measure peak memory, each cell in a fresh process.")] = True,
+    out: Annotated[Path, typer.Option(help="Where the result goes.")] = Path("runs/bench/one_pass_cpu.json"),
+    as_json: Json = False,
+) -> None:
+    """Compare one pass with the loop, BackPACK, Opacus and vmap(grad) on the CPU.
+
+    Three small nets, M = 1, 4, 16: time over a plain forward and backward, growth of the peak memory, and whether the
+    squares equal the loop's. Rivals that are not installed are left out.
+
+    Example: [cyan]invariant-adam bench one-pass --nets mlp --rounds 5[/cyan]
+    """
+    from .lab import bench_one_pass as bench
+    from .lab import record
+
+    chosen = tuple(nets.replace(",", " ").split())
+    if not chosen or not set(chosen) <= set(bench.NETS):
+        _fail(f"--nets must be some of {', '.join(bench.NETS)}, got {nets!r}")
+
+    def tell(line: str) -> None:
+        stderr.print(line, markup=False)
+
+    try:
+        result = bench.run(rounds, memory, chosen, tell)
+        record.write_json(out, result)
+    except KeyboardInterrupt:
+        stderr.print("\nStopped; nothing was written.")
+        raise typer.Exit(130) from None
+    except OSError as error:
+        _fail(f"cannot write to --out {out}: {error}; choose another file")
+    if as_json:
+        _print_json(result)
+        return
+    stdout.print(bench.table(result), markup=False)
+    stdout.print(f"wrote {out}")
+
+
 class _Bars:
     """Draw `lab.demo`'s progress: one bar over all the work, one line per finished run."""
 

@@ -95,8 +95,8 @@ def fold(
     >>> m.item(), v.item()
     (2.0, 7.0)
     """
-    guard(grads, squares, count)
     for part in _parts(grads):
+        guard(grads[part], None if squares is None else squares[part], count)
         m, v = exp_avgs[part], exp_avg_sqs[part]
         # The square is taken in the moments' precision: a bfloat16 product would keep 8 bits of it.
         g = (

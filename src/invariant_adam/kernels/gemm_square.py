@@ -10,11 +10,17 @@ products at once.
 
 from __future__ import annotations
 
-from functools import cache
+import contextlib
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+# The Triton twin, where there is a GPU for it; a constant, so that compiled code need not ask.
+fused: ModuleType | None = None
+if torch.cuda.is_available():
+    with contextlib.suppress(ImportError):
+        from . import gemm_square_triton as fused
 
 # Bytes of per-group products alive at a time where they are formed in batches.
 CHUNK_BYTES = 8 << 20
@@ -34,24 +40,13 @@ def method(rows: int) -> str:
     return "square" if rows == 1 else "pairs" if rows <= PAIR_ROWS else "products"
 
 
-@cache
-def _fused() -> ModuleType | None:
-    """The Triton twin, where Triton is installed."""
-    try:
-        from . import gemm_square_triton
-    except ImportError:
-        return None
-    return gemm_square_triton
-
-
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
     _, rows, out = G.shape
     X = X.to(G.dtype)
     how = method(rows)
     if how == "products":
-        fused = _fused() if G.is_cuda else None
-        if fused is not None and fused.serves(G, X):
+        if fused is not None and G.is_cuda and fused.serves(G, X):
             dW, S = fused.gemm_square_op(G, X, c)
             return dW, S
         return _products(G, X, c)

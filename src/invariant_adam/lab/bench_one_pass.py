@@ -1,18 +1,13 @@
 """One pass against the loop and its peers on the CPU: step time and peak memory.
 
-    PYTHONPATH=src python benchmarks/one_pass.py
-
-Times are medians of interleaved rounds, as ratios to a plain forward and backward of the same
-round. Memory is the growth of the peak resident size over one call, in a fresh process for each
-cell. Every method's gradients and squares are held against the loop; a method that misses
-parameters or differs by more than 1e-3 is not exact.
+Times are the best of interleaved rounds, as ratios to a plain forward and backward. Memory is the growth of the peak
+resident size over one call, in a fresh process for each cell. Every method's gradients and squares are held against
+the loop; a method that misses parameters or differs by more than 1e-3 is not exact.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import platform
 import random
 import statistics
@@ -24,6 +19,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +33,8 @@ MICRO = (1, 4, 16)
 
 
 class Block(nn.Module):
+    """Attention and a small net, each after a norm."""
+
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -44,15 +42,19 @@ class Block(nn.Module):
         self.l2, self.f1, self.f2 = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output for x (B, T, d)."""
         B, T, d = x.shape
         qkv = self.qkv(self.l1(x)).view(B, T, 3, self.heads, d // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         x = x + self.o(a.reshape(B, T, d))
-        return x + self.f2(F.gelu(self.f1(self.l2(x))))
+        out: Tensor = x + self.f2(F.gelu(self.f1(self.l2(x))))
+        return out
 
 
 class GPT(nn.Module):
+    """A small transformer over tokens."""
+
     def __init__(self, V: int = 1000, d: int = 256, T: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(V, d), nn.Embedding(T, d)
@@ -60,11 +62,13 @@ class GPT(nn.Module):
         self.ln, self.head = nn.LayerNorm(d), nn.Linear(d, V)
 
     def forward(self, i: Tensor) -> Tensor:
+        """Return the logits of tokens i (B, T)."""
         B, T = i.shape
         x = self.tok(i) + self.pos(torch.arange(T).expand(B, T))
         for b in self.blocks:
             x = b(x)
-        return self.head(self.ln(x))
+        logits: Tensor = self.head(self.ln(x))
+        return logits
 
 
 def build(net: str) -> tuple[nn.Module, Tensor, Tensor, int]:
@@ -82,6 +86,7 @@ def build(net: str) -> tuple[nn.Module, Tensor, Tensor, int]:
 
 
 def loss_of(out: Tensor, y: Tensor) -> Tensor:
+    """Return the mean cross-entropy."""
     return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
 
 
@@ -207,8 +212,13 @@ def peak(net: str, method: str, M: int) -> float:
     return grown
 
 
-def run(rounds: int = 15, memory: bool = True, nets: tuple[str, ...] = NETS) -> dict[str, object]:
-    """All cells, as a JSON-able record."""
+def run(
+    rounds: int = 11,
+    memory: bool = True,
+    nets: tuple[str, ...] = NETS,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure all cells and return them as JSON holds them; `tell` hears of each as it is done."""
     torch.set_num_threads(2)
     cells = []
     for net in nets:
@@ -216,6 +226,7 @@ def run(rounds: int = 15, memory: bool = True, nets: tuple[str, ...] = NETS) -> 
         for M in MICRO:
             steps = {}
             want = prepare("loop", net, M)()  # type: ignore[misc]
+            assert want is not None
             for method in METHODS:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -268,7 +279,7 @@ def run(rounds: int = 15, memory: bool = True, nets: tuple[str, ...] = NETS) -> 
                 if memory:
                     cell["peak_mb"] = _fresh(net, method, M)
                 cells.append(cell)
-                print(_line(cell), flush=True)
+                tell(_line(cell))
     return {
         "machine": {
             "processor": platform.processor() or platform.machine(),
@@ -293,7 +304,7 @@ def _version(package: str) -> str | None:
 
 def _fresh(net: str, method: str, M: int) -> float | None:
     out = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--peak", net, method, str(M)],
+        [sys.executable, "-W", "ignore", "-m", __name__, net, method, str(M)],
         capture_output=True,
         text=True,
         check=False,
@@ -301,7 +312,7 @@ def _fresh(net: str, method: str, M: int) -> float | None:
     return float(out.stdout.split()[-1]) if out.returncode == 0 else None
 
 
-def _line(cell: dict) -> str:
+def _line(cell: dict[str, Any]) -> str:
     mb = cell.get("peak_mb")
     return (
         f"{cell['net']:4} M={cell['M']:<3} {cell['method']:9} {cell['ms']:9.1f} ms "
@@ -311,7 +322,7 @@ def _line(cell: dict) -> str:
     )
 
 
-def table(record: dict) -> str:
+def table(record: dict[str, Any]) -> str:
     """The record as a Markdown table: ratio to plain / growth of the peak in MB."""
     nets = list(dict.fromkeys(c["net"] for c in record["cells"]))
     columns = [(n, M) for n in nets for M in MICRO]
@@ -333,26 +344,6 @@ def table(record: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peak", nargs=3, metavar=("NET", "METHOD", "M"))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--nets", nargs="+", default=list(NETS))
-    parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "one_pass_cpu.json")
-    parser.add_argument("--table", action="store_true", help="print the table of an earlier run")
-    args = parser.parse_args()
-    if args.table:
-        print(table(json.loads(args.out.read_text())))
-        return
-    if args.peak:
-        torch.set_num_threads(2)
-        print(peak(args.peak[0], args.peak[1], int(args.peak[2])))
-        return
-    record = run(args.rounds, not args.no_memory, tuple(args.nets))
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {args.out}")
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # one cell of memory, in a process of its own
+    torch.set_num_threads(2)
+    print(peak(sys.argv[1], sys.argv[2], int(sys.argv[3])))
