@@ -23,3 +23,15 @@ def test_the_claims_of_the_theory_page_hold_in_the_results():
         runs = [r for r in json.loads((results / f"{name}.json").read_text())["runs"] if r["optimizer"] == "standard"]
         final = [r["losses"][-1] for r in sorted(runs, key=lambda r: r["batch_size"])]
         assert final == sorted(final, reverse=faster)
+
+
+def test_the_claims_of_the_one_pass_page_hold_in_the_results():
+    cells = json.loads((ROOT / "benchmarks" / "results" / "one_pass_cpu.json").read_text())["cells"]
+    for ours in (c for c in cells if c["method"] == "ours"):
+        same = [c for c in cells if (c["net"], c["M"]) == (ours["net"], ours["M"]) and "ratio" in c]
+        plain = next(c for c in same if c["method"] == "plain")
+        rivals = [c["ratio"] for c in same if c["exact"] and c["method"] != "ours"]
+        limit = 1.0 if ours["rows_per_group"] <= 64 else 1.15
+        assert ours["exact"]
+        assert ours["ratio"] <= limit * min(rivals), (ours["net"], ours["M"])
+        assert ours["peak_mb"] <= 1.3 * plain["peak_mb"] + 16, (ours["net"], ours["M"])

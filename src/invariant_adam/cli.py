@@ -278,7 +278,7 @@ def bench_one_pass(
     if as_json:
         _print_json(result)
         return
-    stdout.print(bench.table(result), markup=False)
+    stdout.print(bench.table(result), markup=False, soft_wrap=True)
     stdout.print(f"wrote {out}")
 
 
