@@ -180,3 +180,37 @@ def test_autocast_agrees_with_the_loop_under_autocast(make, data, device):
         assert p.grad.dtype == torch.float32
         difference = (p.grad_sq - squares[name]).norm() / (squares[name].norm() + 1e-3 * largest)
         assert difference < 0.1, name
+
+
+def test_a_failed_backward_in_one_pass_is_noticed():
+    model = cnn()
+    opt = ia.InvariantAdam(model.parameters(), micro_batch_size=4)
+    x, y = images(8, 0, torch.float32)
+    with ia.one_pass(model, micro_batch_size=4):
+        loss(model, x, y).backward()
+    opt.step()
+
+    def fail(grad):
+        raise MemoryError
+
+    def half_a_backward():
+        with ia.one_pass(model, micro_batch_size=4):
+            hidden = []
+            handle = model[2].register_forward_hook(lambda *args: hidden.append(args[-1]))
+            value = loss(model, x, y)
+            handle.remove()
+            hidden[-1].register_hook(fail)
+            value.backward()
+
+    before = flat(model.parameters())
+    with pytest.raises(MemoryError):
+        half_a_backward()
+    assert opt.kappa == 2  # what came before the failure was folded
+    with pytest.raises(RuntimeError, match=r"opt.abandon\(\)"):
+        opt.step()
+    opt.abandon()
+    assert torch.equal(flat(model.parameters()), before)
+    with ia.one_pass(model, micro_batch_size=4):
+        loss(model, x, y).backward()
+    opt.step()
+    assert opt.samples_seen == 16

@@ -74,10 +74,7 @@ def folds(p: Tensor) -> bool:
 
 def when_finished(function: Callable[[int], None], task: int) -> None:
     """Have `function(task)` called when the backward that is running has come to its end; never, if it fails."""
-    if task >= 0:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: function(task))
-    else:
-        function(task)
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: function(task))
 
 
 def inside_backward() -> bool:

@@ -283,6 +283,8 @@ class InvariantAdam(Optimizer):
             if pair.is_armed(p):
                 return  # a mini-batch gradient, half of a pair whose square is still to come
             self._update.count_backward(self._weight)
+        else:
+            self._update.watch_backward()
         self._fold([p])
 
     def _fold(self, params: list[Tensor]) -> None:

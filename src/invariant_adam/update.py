@@ -56,8 +56,14 @@ class Update:
         nested = hooks.inside_backward()
         self.micro_batches[task] = 0.0 if nested else weight
         self.nested |= nested
-        self.unfinished.add(task)
-        hooks.when_finished(self.unfinished.discard, task)
+        self.watch_backward()
+
+    def watch_backward(self) -> None:
+        """Remember the backward that is running, if one is, until it has come to its end."""
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and task not in self.unfinished:
+            self.unfinished.add(task)
+            hooks.when_finished(self.unfinished.discard, task)
 
     def check_whole(self, name: Callable[[Tensor], str]) -> None:
         """Refuse an update with nothing in it, with pieces missing, or with more than there should be.
