@@ -310,6 +310,7 @@ class InvariantAdam(Optimizer):
             if x.square is not None:
                 bucket.squares.append(x.square)
             update.parts[p] = part
+            update.kinds.add(x.square is not None)
             part.keep = _ONES
             part.kappa += x.kappa
         for (keep, gain, device, *_), b in buckets.items():

@@ -25,6 +25,7 @@ class Update:
     # Weight of each micro-batch, by the autograd task or the fold() call that brought it.
     micro_batches: dict[int, float] = field(default_factory=dict)
     unfinished: set[int] = field(default_factory=set)  # autograd tasks that have not come to their end
+    kinds: set[bool] = field(default_factory=set)  # whether gradients came by one pass, plainly, or both
     nested: bool = False  # a gradient came from a backward inside a backward
     expected: float | None = None  # κ as the user declared it
 
@@ -82,6 +83,14 @@ class Update:
                 "not; drop the update with opt.abandon() and run its micro-batches again"
             )
         most = max(self.parts, key=lambda p: self.parts[p].kappa)
+        least = min(self.parts, key=lambda p: self.parts[p].kappa)
+        if len(self.kinds) > 1 and self.parts[least].kappa * _ROUNDING < self.parts[most].kappa:
+            raise RuntimeError(
+                f"some gradients of this update came by one_pass and some plainly, and parameter {name(least)} has "
+                f"{self.parts[least].kappa:g} micro-batches where {name(most)} has {self.parts[most].kappa:g}: a whole "
+                "mini-batch was taken for one micro-batch. Open one_pass on the module that holds all parameters; drop "
+                "the update with opt.abandon()"
+            )
         folded, seen = self.parts[most].kappa, sum(self.micro_batches.values())
         if self.nested and self.expected is None and folded > seen * _ROUNDING:
             raise RuntimeError(

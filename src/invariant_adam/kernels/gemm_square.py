@@ -58,14 +58,26 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, 
         if c is not None:
             left = left * c.to(acc)[:, None]
         return dW, left.t() @ right
-    # (Σ_a G_aᵀX_a)² = Σ_{a≤b} w_ab (G_a⊙G_b)ᵀ(X_a⊙X_b) with w = 1 on the diagonal, 2 off it: one
-    # matrix product.
+    return dW, _pairs(G, X, c).to(acc)
+
+
+def _pairs(G: Tensor, X: Tensor, c: Tensor | None) -> Tensor:
+    """S by (Σ_a G_aᵀX_a)² = Σ_{a≤b} w_ab (G_a⊙G_b)ᵀ(X_a⊙X_b), w = 1 on the diagonal and 2 off it.
+
+    In float64: where the rows of a group cancel, the terms do too, and in float32 what is left of them would be
+    rounding, negative as often as not.
+    """
+    kappa, rows, out = G.shape
     pairs = [(a, b) for a in range(rows) for b in range(a, rows)]
-    Ga, Xa = G.to(acc), X.to(acc)
-    Gc = Ga if c is None else Ga * c.to(acc)[:, None, None]
-    left = torch.cat([Gc[:, a] * Ga[:, b] * (1 if a == b else 2) for a, b in pairs])
-    right = torch.cat([Xa[:, a] * Xa[:, b] for a, b in pairs])
-    return dW, left.t() @ right
+    step = max(1, CHUNK_BYTES // max(1, 8 * len(pairs) * (out + X.shape[2])))
+    S = torch.zeros(out, X.shape[2], dtype=torch.float64, device=G.device)
+    for lo in range(0, kappa, step):
+        g, x = G[lo : lo + step].double(), X[lo : lo + step].double()
+        weighted = g if c is None else g * c[lo : lo + step].double()[:, None, None]
+        left = torch.cat([weighted[:, a] * g[:, b] * (1 if a == b else 2) for a, b in pairs])
+        right = torch.cat([x[:, a] * x[:, b] for a, b in pairs])
+        S = S + left.t() @ right
+    return S.clamp_min(0.0)
 
 
 def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,7 @@ def run(
     for entry in engine.entries.values():
         entry.shared = None
     devices = sorted({e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda})
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    buffers = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     try:
         with torch.random.fork_rng(devices=devices):
             outputs = leaves_of(model(*args, **kwargs))
@@ -184,37 +184,38 @@ def run(
     finally:
         engine.probe = None
         with torch.no_grad():
-            for b, saved in buffers:
+            for module, name, b, saved in buffers:
+                module._buffers[name] = b  # a forward may bind another tensor to the name
                 if not torch.equal(b, saved):
                     b.copy_(saved)
 
 
-def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a check holds for: the mini-batch, the modes, and how the inputs' sizes relate to the
-    mini-batch.
+def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any, additive: bool) -> Any:
+    """What a check holds for: the inputs' shapes and plain values, the mini-batch, the loss and the modes.
 
-    Sequences of another length are not checked again unless their length is a multiple of B: only
-    then could a dimension be taken for the batch that was not before.
+    Every shape is another one: inside the model any length may come out as the batch's.
     """
-    batch = engine.groups.batch
-    shapes = tuple(
-        tuple(n if n in (batch, 1) else batch * 2 if n % batch == 0 else 0 for n in t.shape)
-        if isinstance(t, Tensor)
-        else str(type(t))
-        for t in tree_leaves((args, kwargs))
-    )
-    return shapes, batch, tuple(m.training for m in model.modules())
+
+    def what(t: Any) -> Any:
+        if isinstance(t, Tensor):
+            return tuple(t.shape)
+        return t if isinstance(t, (bool, int, str, type(None))) else str(type(t))
+
+    leaves = tuple(what(t) for t in tree_leaves((args, kwargs)))
+    modes = tuple(m.training for m in model.modules())
+    return leaves, engine.groups.batch, engine.groups.c is None, additive, engine.reduction, modes
 
 
 def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: bool = True) -> None:
     """Check the model on these inputs, once per shape."""
     model = getattr(module, "_orig_mod", module)
-    key = signature(engine, model, args, kwargs)
+    key = signature(engine, model, args, kwargs, additive)
     if key in engine.checked:
         return
     groups = engine.groups
     last = groups.kappa - 1
-    ghosts = any(isinstance(m, _BatchNorm) and m.training for m in model.modules())
+    ghosts = any(isinstance(m, _BatchNorm) and (m.training or m.running_mean is None) for m in model.modules())
+    seen = False  # whether any two micro-batches differ, so that there was something to see
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
             base, outputs = run(engine, model, args, kwargs)
@@ -227,6 +228,7 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
                 (a, kw), visible = _exchange((args, kwargs), groups, (k,))
                 if not visible:
                     continue
+                seen = True
                 other, changed = run(engine, model, a, kw)
                 settled = _compare_uses(engine, base, other, k)
                 if not settled:
@@ -238,11 +240,13 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
         if additive:
             _check_additive(engine, model, args, kwargs, outputs)
+            _check_mean(engine, model, args, kwargs, outputs)
         for entry in engine.entries.values():
             entry.tied = entry.tied or uses.get(entry.name, 0) > 1
-        if not engine.compilable:
+        if not engine.compilable or _coincidence(engine, args, kwargs):
             check_gradients(engine, model, args, kwargs)
-    engine.checked.add(key)
+    if seen:
+        engine.checked.add(key)
     engine.compilable = True
 
 
@@ -376,6 +380,32 @@ def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, ou
             )
 
 
+def _check_mean(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
+    """A scalar output must be the mean of what the micro-batches give alone, by their samples.
+
+    A model that draws random numbers is let pass: alone, its micro-batches draw others.
+    """
+    groups = engine.groups
+    losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
+    if not losses or engine.reduction != "mean" or groups.c is not None:
+        return
+    with torch.no_grad(), _plainly(engine):
+        alone = [run(engine, model, *_cut((args, kwargs), groups, k))[1] for k in range(groups.kappa)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch.initial_seed() + 1)
+            again = run(engine, model, *_cut((args, kwargs), groups, 0))[1]
+    for i in losses:
+        if not _close(alone[0][i], again[i]):
+            return
+        mean, whole = sum(float(out[i]) for out in alone) / groups.kappa, float(outputs[i].detach())
+        tolerance = 1e3 * TOLERANCE.get(outputs[i].dtype, 1e-4)
+        if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
+            raise UnsupportedUse(
+                f"the model's scalar output is not a mean over micro-batches: it is {whole:.6g}, theirs have the mean "
+                f"{mean:.6g}. Unequal numbers of tokens need weights=; batch-wide terms need the loop"
+            )
+
+
 def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
     """A custom autograd.Function takes parameters without being seen: find it in the graph."""
     from . import functions
@@ -444,13 +474,26 @@ def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) ->
         engine.groups = groups
 
 
-def _few(engine: Engine, args: Any, kwargs: Any) -> int:
-    """How many micro-batches to hold against the loop: four or so, if no other size is the same; else all."""
-    groups = engine.groups
+def _sizes(engine: Engine, args: Any, kwargs: Any) -> set[int]:
+    """All sizes in sight that are not the batch's own."""
     sizes = {n for entry in engine.entries.values() for n in entry.param.shape}
     for t in tree_leaves((args, kwargs)):
         if isinstance(t, Tensor):
-            sizes.update(n for d, n in enumerate(t.shape) if d != groups.axis)
+            sizes.update(n for d, n in enumerate(t.shape) if d != engine.groups.axis)
+    return sizes
+
+
+def _coincidence(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """Whether another size is the batch's, so that one may be taken for the other."""
+    return engine.groups.batch in _sizes(engine, args, kwargs)
+
+
+def _few(engine: Engine, args: Any, kwargs: Any) -> int:
+    """How many micro-batches to hold against the loop: four or so, unless that would hide or make a coincidence."""
+    groups = engine.groups
+    if groups.c is not None or _coincidence(engine, args, kwargs):
+        return groups.kappa
+    sizes = _sizes(engine, args, kwargs)
     full = groups.batch // groups.micro
     return next((k for k in (4, 5, 6, 7, 3) if k < full and k * groups.micro not in sizes), groups.kappa)
 

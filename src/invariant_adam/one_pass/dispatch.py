@@ -44,6 +44,11 @@ class OnePassParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return dispatch(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():  # a copy is outside of the context
+            copy = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copy
+
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for operations by name: called with the engine, the function and its
@@ -64,7 +69,7 @@ PLAIN = frozenset(
     "register_hook retain_grad backward __len__ __repr__ __format__ __hash__ __bool__ __set__ "
     "__delete__ is_same_size is_pinned has_names numpy zeros_like ones_like empty_like full_like "
     "rand_like randn_like new_zeros new_ones new_empty new_full new_tensor equal is_shared "
-    "__deepcopy__ untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view "
+    "untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view "
     "is_inference is_conj is_neg "
     "is_signed __contains__ dim_order __reduce_ex__ __array__".split()
 ) | {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from ..kernels.gemm_square import wide
 from . import batch_norm, pair
 from .check import Probe, verify
 from .dispatch import OnePassParameter, State, expanded
@@ -43,6 +44,7 @@ class Engine:
         self.entries: dict[int, Entry] = {}
         self.groups: Groups = Groups(1, 1, axis)
         self.known = False  # whether `groups` is that of the mini-batch under way
+        self.outside = True  # no forward of the model is running: what is used now was never checked
         self.single = False  # one group: the square of the gradient is the answer
         self.compilable = False  # a check has passed, so that a compiled graph may rely on `tied`
         self.reduction = "mean"  # of the loss over samples
@@ -64,7 +66,8 @@ class Engine:
                 seen[key].tied = True
                 continue
             entry = self.entries.get(key)
-            if entry is None or entry.param is not p or entry.companion.device != p.device:
+            fits = entry is not None and entry.param is p and entry.companion.device == p.device
+            if entry is None or not fits or entry.companion.dtype != wide(p.dtype):
                 entry = Entry(name.removeprefix("_orig_mod."), p)
             seen[key] = entry
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
@@ -176,6 +179,9 @@ class Engine:
         axis = self.groups.axis_of(x.shape, x.ndim - event)
         if self.axes:
             axis = self.axes.get((self.names(held), name), axis)
+        # A checkpoint runs its part of the forward again during backward, where it was checked as well.
+        if self.outside and self.probe is None and torch._C._current_graph_task_id() < 0:
+            self._only_place(x, x.ndim - event, name, held)
         if axis is None:
             raise UnsupportedUse(
                 f"{self.names(held)} goes through {name} with an input of shape {tuple(x.shape)}, "
@@ -184,6 +190,15 @@ class Engine:
                 "dimension"
             )
         return self.place_at(x, axis, event, name, held)
+
+    def _only_place(self, x: Tensor, leading: int, name: str, held: tuple[Handle | None, ...]) -> None:
+        """Outside of the model's forward, where no check has looked: accept what cannot be misread."""
+        batch, axis = self.groups.batch, self.groups.axis
+        if leading <= axis or [d for d in range(leading) if x.shape[d] == batch] != [axis]:
+            raise UnsupportedUse(
+                f"{self.names(held)} goes through {name} outside of the model's forward, with an input of shape "
+                f"{tuple(x.shape)} whose batch of {batch} cannot be told for sure; move the operation into the model"
+            )
 
     def place_at(self, x: Tensor, axis: int, event: int, name: str, held: tuple[Handle | None, ...]) -> Place:
         """`place` with the batch dimension known."""
@@ -204,22 +219,19 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
 
         p.grad = mean_k g_k,   p.grad_sq = mean_k g_k²,   k = 1 … κ = B/M
 
-    Arguments:
-        model: the module whose forward runs inside the context; a compiled module is passed as it
-        is. micro_batch_size: M, in samples. Samples k·M … (k+1)·M - 1 of the mini-batch are
-        micro-batch k. reduction: how the loss reduces over samples. "mean" divides by the
-        mini-batch; "sum" does not, and g_k is
-            then the gradient of micro-batch k's sum.
+    Args:
+        model: the module whose forward runs inside the context; a compiled module is passed as it is.
+        micro_batch_size: M, in samples. Samples k·M … (k+1)·M − 1 of the mini-batch are micro-batch k.
+        reduction: how the loss reduces over samples. "mean" divides by the mini-batch; "sum" does not, and g_k is then
+            the gradient of micro-batch k's sum.
         batch_dim: the dimension of the batch in the model's inputs.
         batch_size: B, in samples; by default read from the model's inputs.
-        weights: the weight of each sample (B,) or token (B, T) in a loss that is a weighted mean
-        over the
-            mini-batch, Σ w l / Σ w: a mask of 0 and 1 for a loss averaged over tokens that are not
-            padding. Micro-batch k then counts W_k/W in both means.
-        ragged: what to do when M does not divide B: "weight" counts the last micro-batch n/M,
-        "refuse" raises. check: run the model a few times more the first time it meets a shape of
-        input, to establish that the rows
-            each parameter sees stay with their samples.
+        weights: the weight of each sample (B,) or token (B, T) in a loss that is a weighted mean over the mini-batch,
+            Σ w l / Σ w: a mask of 0 and 1 for a loss averaged over tokens that are not padding. Micro-batch k then
+            counts W_k/W in both means.
+        ragged: what to do when M does not divide B: "weight" counts the last micro-batch n/M, "refuse" raises.
+        check: run the model a few times more when it first meets a shape of input, to establish that the rows each
+            parameter sees stay with their samples, and that gradients and squares equal the loop's.
 
     >>> import torch
     >>> net, x = torch.nn.Linear(3, 1), torch.randn(8, 3)
@@ -304,9 +316,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if pair.has_taker(p):
                 self._watch(entry)
         self.undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
         for patch in batch_norm.patches(self.model, engine):
             self.undo.append(patch)
         engine.known = engine.single = False
+        engine.outside = True
         engine.reduction = self.reduction
         self.forwards = 0
         if self.batch_size is not None:
@@ -350,9 +364,19 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for leaf in (entry.param, entry.companion):
             self.undo.append(leaf.register_post_accumulate_grad_hook(arrived))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
+        return self  # a model copied inside the context takes the hooks along; they know their own model
+
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        if module is self.model:
+            self.engine.outside = True
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """See the mini-batch before the model does."""
         engine = self.engine
+        if module is not self.model:
+            return
+        engine.outside = False
         if not torch.is_grad_enabled() or engine.probe is not None or torch.compiler.is_compiling():
             return
         if any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed):
@@ -363,13 +387,21 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.arrived, entry.fired, entry.done = 0, 0, False
             self.forwards = 0
         self.forwards += 1
+        division = engine.groups, engine.single
         self._divide(self.batch_size or _batch_size(args, kwargs, engine.axis))
+        if self.forwards > 1 and (engine.single or (engine.groups, engine.single) != division):
+            engine.groups, engine.single = division
+            raise UnsupportedUse(
+                "the model was called twice before a backward, on mini-batches of other sizes or of one micro-batch; "
+                "call it once per backward, evaluate under torch.no_grad(), or open one_pass for each mini-batch"
+            )
         for entry in self.armed:
             entry.shared = None
         if engine.single:
             return
         if self.check:
             verify(engine, module, args, kwargs, additive=self.weights is None)
+            engine.outside = False  # the check has run forwards of its own
             for entry in self.armed:
                 entry.shared = None
                 if entry.tied:
@@ -449,10 +481,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         p = entry.param
         grad, square = p.grad, entry.companion.grad
         assert grad is not None
+        if entry.done:
+            raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
         if engine.single:
             square = grad.detach().to(entry.companion.dtype).square()
-        elif entry.done:
-            raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
         else:
             assert square is not None
             if self.reduction == "mean":
@@ -479,6 +511,11 @@ def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
 
 def _refuse_modules(model: nn.Module, entries: list[Entry]) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise UnsupportedUse(
+                "the model is wrapped in DistributedDataParallel, which reduces gradients but not their squares; "
+                "pass the model inside (model.module) and train in one process"
+            )
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise UnsupportedUse(
                 f"{name} is a SyncBatchNorm, whose statistics span workers and micro-batches; use "

@@ -70,6 +70,7 @@ def put(p: Tensor, grad: Tensor, grad_sq: Tensor, kappa: float) -> None:
         grad_sq = (before.grad_sq * before.kappa + grad_sq * kappa) / total
         kappa = total
     p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
+    grad_sq.made_with = grad._version  # type: ignore[attr-defined]
     taker = _subscribers.get(p)
     if taker is not None:
         taker(p)
@@ -88,6 +89,12 @@ def peek(p: Tensor) -> Pair | None:
             "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
             "the optimizer's zero_grad()"
         )
+    if getattr(grad_sq, "made_with", p.grad._version) != p.grad._version:
+        raise RuntimeError(
+            f"p.grad of a parameter of shape {tuple(p.shape)} was changed in place after one_pass left it (clipped? "
+            "unscaled by a GradScaler?), and p.grad_sq was not: they do not belong together. Use bfloat16 instead of "
+            "a GradScaler, and no clipping with one_pass; clear the pair with the optimizer's zero_grad()"
+        )
     return Pair(p.grad, grad_sq, float(kappa))
 
 
@@ -101,7 +108,7 @@ def take(p: Tensor) -> Pair | None:
 
 
 def clear(p: Tensor) -> None:
-    """Remove the square from `p`; `p.grad` stays."""
+    """Remove the square from `p`, whether or not it makes a pair; `p.grad` stays."""
     for name in ("grad_sq", "grad_kappa"):
         if hasattr(p, name):
             delattr(p, name)

@@ -1,0 +1,304 @@
+"""Ways in which one pass could be wrong without a word: each is exact or refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from loop_oracle import error, loop
+from torch import nn
+
+import invariant_adam as ia
+from invariant_adam.kernels.gemm_square import gemm_square
+
+
+def loss(model, batch):
+    out = model(*batch)
+    return out if out.ndim == 0 else out.flatten(1).sin().sum(1).mean()
+
+
+def exact_or_refused(model, batches, M, **options):
+    """Run one pass over the batches in turn; the last must equal the loop, or be refused. Returns whether it ran."""
+    for batch in batches[:-1]:
+        with ia.one_pass(model, M, **options):
+            loss(model, batch).backward()
+        model.zero_grad()
+        for p in model.parameters():
+            p.__dict__.pop("grad_sq", None)
+    batch = batches[-1]
+    want = loop(copy.deepcopy(model), batch, loss, M, len(batch[0]))
+    try:
+        with ia.one_pass(model, M, **options):
+            loss(model, batch).backward()
+    except ia.UnsupportedUse:
+        return False
+    for name, p in model.named_parameters():
+        if name in want:
+            floor = max(s.abs().max().item() for _, s in want.values()) * 1e-6
+            assert error(p.grad_sq, want[name][1], floor) < 1e-8, name
+            assert error(p.grad, want[name][0], floor) < 1e-8, name
+    return True
+
+
+def rows(b, *shape, seed=0):
+    return torch.randn(b, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("R", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_of_what_cancels_are_not_negative(R, dtype):
+    """A constant input in front of a batch norm: the rows' gradients sum to zero in every group."""
+    G = torch.randn(64, R, 16, generator=torch.Generator().manual_seed(0))
+    G = (G - G.mean(1, keepdim=True)).to(dtype)
+    X = torch.ones(64, R, 8, dtype=dtype)
+    _, S = gemm_square(G, X)
+    want = (G.double().transpose(1, 2) @ X.double()).square().sum(0)
+    assert (S >= 0).all()
+    torch.testing.assert_close(S.double(), want, rtol=1e-2, atol=1e-9)
+
+
+def test_a_constant_feature_before_batch_norm_trains():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    opt = ia.InvariantAdam(model.parameters(), micro_batch_size=4)
+    x = torch.randn(64, 8)
+    x[:, 0] = 1
+    for _ in range(3):
+        with ia.one_pass(model, 4):
+            model(x).square().mean().backward()
+        opt.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("change", ["clip", "scale"])
+def test_a_gradient_changed_after_one_pass_is_noticed(change):
+    model = nn.Linear(3, 2)
+    opt = ia.InvariantAdam(model.parameters(), fold="call")
+    with ia.one_pass(model, 2):
+        model(torch.randn(8, 3)).square().mean().backward()
+    if change == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    else:
+        model.weight.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="changed in place after one_pass"):
+        opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (8, 2), (2, 2)])
+def test_a_second_forward_before_the_backward(sizes):
+    model = nn.Linear(3, 2).double()
+
+    def twice():
+        with ia.one_pass(model, 2):
+            value = loss(model, (rows(sizes[0], 3),))
+            model(rows(sizes[1], 3, seed=1))
+            value.backward()
+
+    with pytest.raises(ia.UnsupportedUse, match="called twice before a backward"):
+        twice()
+
+
+class Plus(nn.Module):
+    """x (B, T, 4) plus something of a parameter and a constant as long as the sequence."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.table, self.scale, self.line = (
+            kind,
+            nn.Embedding(3, 4),
+            nn.Parameter(torch.ones(4)),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x):
+        T = x.shape[1]
+        if self.kind == "table":
+            x = x + self.table(torch.zeros(T, dtype=torch.long))
+        elif self.kind == "scale":
+            x = x * (self.scale * torch.ones(T, 4, dtype=x.dtype))
+        else:
+            x = x + self.line(torch.zeros(T, 4, dtype=x.dtype))
+        return self.line(x)
+
+
+@pytest.mark.parametrize("kind", ["table", "scale", "line"])
+@pytest.mark.parametrize("lengths", [(16,), (9, 16), (4, 32)])
+def test_sequences_as_long_as_the_batch(kind, lengths):
+    torch.manual_seed(0)
+    exact_or_refused(Plus(kind).double(), [(rows(16, T, 4),) for T in lengths], 2)
+
+
+class SequenceFirst(nn.Module):
+    """A token in front, then layers over (T + 1, B, D)."""
+
+    def __init__(self):
+        super().__init__()
+        self.bos, self.line, self.norm = nn.Parameter(torch.randn(4)), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        x = torch.cat([self.bos.expand(len(x), 1, 4), x], 1).transpose(0, 1)
+        return self.norm(self.line(x)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("length", [7, 15, 8])
+def test_a_length_inside_the_model_that_becomes_the_batch(length):
+    torch.manual_seed(0)
+    exact_or_refused(SequenceFirst().double(), [(rows(8, 10, 4),), (rows(8, length, 4),)], 2)
+
+
+def test_a_layer_used_outside_of_the_forward_on_rows_that_could_be_misread():
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.body(x)
+
+    model = Body().double()
+
+    def outside():
+        with ia.one_pass(model, 2):
+            h = model(rows(8, 3))
+            model.head(torch.cat([h, h.square()])).square().mean().backward()
+
+    with pytest.raises(ia.UnsupportedUse, match="outside of the model's forward"):
+        outside()
+    with ia.one_pass(model, 2):
+        model.head(model(rows(8, 3))).square().mean().backward()  # as the batch is: fine
+    assert model.head.weight.grad_kappa == 4
+
+
+class MaskedMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+
+    def forward(self, x, mask):
+        return (self.line(x).squeeze(-1).square() * mask).sum() / mask.sum()
+
+
+def test_a_token_mean_is_refused_also_after_a_call_with_weights():
+    model = MaskedMean().double()
+    x, mask = rows(16, 5, 3), torch.ones(16, 5, dtype=torch.float64)
+    mask[::3, 2:] = 0  # the micro-batches that the check exchanges have equally many tokens; others do not
+    with ia.one_pass(model, 2, weights=mask):  # κ = 8: more than the check holds against the loop
+        model(x, mask).backward()
+    model.zero_grad()
+    for p in model.parameters():
+        del p.grad_sq
+    with pytest.raises(ia.UnsupportedUse, match="not a mean over micro-batches"), ia.one_pass(model, 2):
+        model(x, mask).backward()
+
+
+class Coupled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.line(x - x.mean(0))
+
+
+def test_a_first_batch_that_shows_nothing_is_not_a_check():
+    model = Coupled().double()
+    assert not exact_or_refused(model, [(torch.ones(8, 3, dtype=torch.float64),), (rows(8, 3),)], 2)
+
+
+class Switch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x, swap=False):
+        return self.line(x.transpose(0, 1)).transpose(0, 1) if swap else self.line(x)
+
+
+def test_a_plain_argument_that_changes_the_layout():
+    torch.manual_seed(0)
+    exact_or_refused(Switch().double(), [(rows(8, 8, 4), False), (rows(8, 8, 4), True)], 2)
+
+
+class Moving(nn.Module):
+    """A buffer that each forward binds anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        y = self.line(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y
+
+
+def test_the_check_leaves_buffers_as_they_were():
+    model, twin = Moving(), Moving()
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(8, 3)
+    with ia.one_pass(model, 2):
+        model(x).square().mean().backward()
+    twin(x)
+    assert model.mean.dtype == torch.float32
+    torch.testing.assert_close(model.mean, twin.mean)
+
+
+def test_one_pass_over_a_part_of_what_the_optimizer_trains_is_refused():
+    body, head = nn.Linear(3, 4), nn.Linear(4, 1)
+    opt = ia.InvariantAdam([*body.parameters(), *head.parameters()], micro_batch_size=2)
+    with ia.one_pass(body, 2):
+        head(body(torch.randn(8, 3))).square().mean().backward()
+    with pytest.raises(RuntimeError, match="taken for one micro-batch"):
+        opt.step()
+
+
+def test_a_copy_made_inside_is_an_ordinary_model():
+    model = nn.Linear(3, 2)
+    with ia.one_pass(model, 2):
+        twin = copy.deepcopy(model)
+        model(torch.randn(8, 3)).square().mean().backward()
+    assert type(twin.weight) is nn.Parameter
+    with ia.one_pass(twin, 2):
+        twin(torch.randn(8, 3)).square().mean().backward()
+
+
+def test_moments_of_squares_follow_the_models_dtype():
+    model = nn.Linear(3, 2)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        model.zero_grad()
+        with ia.one_pass(model, 2):
+            model(torch.randn(8, 3, dtype=dtype)).square().mean().backward()
+        assert model.weight.grad_sq.dtype == dtype
+        del model.weight.grad_sq, model.bias.grad_sq
+
+
+class Repeat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x, n):
+        for _ in range(n):
+            x = self.a(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_used_more_often_than_when_it_was_checked(compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Repeat().double()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    x = rows(8, 4)
+    want = loop(copy.deepcopy(model), (x, 3), loss, 2, 8)
+    for n in (1, 3):
+        model.zero_grad()
+        model.a.weight.__dict__.pop("grad_sq", None)
+        model.a.bias.__dict__.pop("grad_sq", None)
+        with ia.one_pass(run, 2):
+            loss(run, (x, n)).backward()
+    assert error(model.a.weight.grad_sq, want["a.weight"][1], 0.0) < 1e-8
