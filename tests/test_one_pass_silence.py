@@ -287,6 +287,7 @@ class Repeat(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer_used_more_often_than_when_it_was_checked(compiled):
     torch._dynamo.reset()

@@ -27,7 +27,7 @@ CHUNK_BYTES = 8 << 20
 # Rows per group up to which the square is expanded into pairs of rows: above, forming each product
 # is cheaper
 # (docs/one_pass.md has the measured crossing).
-PAIR_ROWS = 4
+PAIR_ROWS = 2
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +69,7 @@ def _pairs(G: Tensor, X: Tensor, c: Tensor | None) -> Tensor:
     """
     kappa, rows, out = G.shape
     pairs = [(a, b) for a in range(rows) for b in range(a, rows)]
-    step = max(1, CHUNK_BYTES // max(1, 8 * len(pairs) * (out + X.shape[2])))
+    step = max(1, (CHUNK_BYTES >> 2) // max(1, 8 * len(pairs) * (out + X.shape[2])))
     S = torch.zeros(out, X.shape[2], dtype=torch.float64, device=G.device)
     for lo in range(0, kappa, step):
         g, x = G[lo : lo + step].double(), X[lo : lo + step].double()
