@@ -39,7 +39,7 @@ def test_explains_convolutions_and_batch_norm() -> None:
     model = resnet18(nn.BatchNorm2d)
     buffers = [b.clone() for b in model.buffers()]
     report = explain(model, torch.randn(8, 3, 16, 16), 4)
-    assert {r.kernel for r in report.rows} == {"conv_square", "sum_square", "gemm_square (pairs)"}
+    assert {r.kernel for r in report.rows} == {"conv_square", "sum_square", "gemm_square (products)"}
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
 
 
