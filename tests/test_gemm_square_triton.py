@@ -23,7 +23,7 @@ if DEVICE == "cuda":  # the interpreter multiplies bfloat16 as the integers it k
 def test_products_and_squares(kappa, rows, m, n, weighted, dtype):
     generator = torch.Generator().manual_seed(kappa * rows)
     G, X = (torch.randn(kappa, rows, w, generator=generator).to(DEVICE, dtype) for w in (m, n))
-    c = torch.rand(kappa, generator=generator).to(DEVICE) if weighted else None
+    c = torch.rand(kappa, generator=generator, dtype=torch.float64).to(DEVICE) if weighted else None
     D, S = triton_twin.gemm_square(G, X, c)
     products = G.double().transpose(1, 2) @ X.double()
     scale = 1 if c is None else c.double()[:, None, None]

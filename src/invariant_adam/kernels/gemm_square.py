@@ -24,9 +24,7 @@ if torch.cuda.is_available():
 
 # Bytes of per-group products alive at a time where they are formed in batches.
 CHUNK_BYTES = 8 << 20
-# Rows per group up to which the square is expanded into pairs of rows: above, forming each product
-# is cheaper
-# (docs/one_pass.md has the measured crossing).
+# Rows per group up to which the square is expanded into pairs of rows; above, forming each product is cheaper.
 PAIR_ROWS = 2
 
 

@@ -88,6 +88,7 @@ def serves(G: Tensor, X: Tensor) -> bool:
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | None = None) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) in float32, of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
     G, X = G.contiguous(), X.contiguous()
+    c = None if c is None else c.to(torch.float32)
     kappa, rows, m = G.shape
     n = X.shape[2]
     config = config or choose(m, n, rows, G.dtype)
