@@ -244,7 +244,7 @@ app.add_typer(bench_app, name="bench")
 
 @bench_app.command("one-pass")
 def bench_one_pass(
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per cell; the best counts.")] = 11,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per cell; the median counts.")] = 11,
     nets: Annotated[str, typer.Option(help="Which nets, with commas.")] = "mlp,cnn,gpt",
     memory: Annotated[bool, typer.Option(help="Also measure peak memory, each cell in a fresh process.")] = True,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = Path("runs/bench/one_pass_cpu.json"),
