@@ -1,6 +1,7 @@
 """One pass against the loop and its peers on the CPU: step time and peak memory.
 
-Times are medians of interleaved rounds, as ratios to a plain forward and backward (the best rounds are kept too). Memory is the growth of the peak
+Times are medians of interleaved rounds, as ratios to a plain forward and backward; the best rounds are kept too. Memory
+is the growth of the peak
 resident size over one call, in a fresh process for each cell. Every method's gradients and squares are held against
 the loop; a method that misses parameters or differs by more than 1e-3 is not exact.
 """
