@@ -27,8 +27,10 @@ SHAPES = [
     (32768, 1024, 50304, 768), (16384, 1024, 4096, 4096), (16384, 1024, 11008, 4096),
     (32768, 256, 3072, 768), (32768, 128, 3072, 768), (50432, 1576, 768, 768), (50432, 1576, 3072, 768),
 ]  # fmt: skip
-CONFIGS = [Config(128, 128, 64, 8, stages, parts) for stages in (3, 4) for parts in (1, 2, 3, 4, 6, 8)]
-CONFIGS += [Config(128, 256, 64, 8, 3, 1), Config(64, 256, 64, 8, 3, 1), Config(128, 64, 64, 4, 4, 1)]
+CONFIGS = [
+    Config(stages=stages, band=band, split=split) for stages in (4, 5) for band in (4, 8) for split in (False, True)
+]
+CONFIGS += [Config(bk=128, stages=3), Config(bm=64, bk=64, warps=4), Config(bn=64, warps=4)]
 
 
 def captured(function):

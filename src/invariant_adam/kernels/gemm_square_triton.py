@@ -6,14 +6,16 @@ For κ groups of R rows, G (κ, R, o) and X (κ, R, i):
 
 A block owns a tile of both outputs. Its loop over rows is that of a plain weight gradient; at the end of each group the
 accumulator is added to one float32 tile, its square to another, and it is cleared. Same operations as the plain
-product, and no κ × o × i tensor.
+product, and no κ × o × i tensor. At its end the block stores both tiles, or folds them into the moments, in which case
+neither dW nor S is ever in memory.
 
-Where there are fewer tiles than multiprocessors, or a few more, the groups of a tile are cut into parts, summed by
-atomic additions.
+Tiles rarely fill the chip evenly. Those of the last round are cut into pieces of their groups (`divide`): each leaves its
+sums in a workspace, and the block that comes last adds them up, in a fixed order, so that a result is the same every time.
 """
 
 from __future__ import annotations
 
+import heapq
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
@@ -22,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .adam_triton import LIMIT
 
 
 class Config(NamedTuple):
@@ -32,24 +36,40 @@ class Config(NamedTuple):
     bk: int = 64
     warps: int = 8
     stages: int = 4
-    parts: int = 0  # into how many the groups of a tile are cut; 0: as many as fill the chip
+    band: int = 8  # tile rows that neighbouring blocks share columns over
+    split: bool = True  # whether the last round's tiles may be cut
+
+
+class Into(NamedTuple):
+    """Moments that take the result in place of memory: m ← keep₁m + gain₁dW, v ← keep₂v + gain₂S."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    keep: tuple[float, float]
+    gain: tuple[float, float]
+    count: Tensor  # of the elements left out because they were not finite
+    slots: Tensor | None = None  # keep and gain on the device, in place of the floats
 
 
 @triton.jit
 def _gemm_square(
-    G, X, C, D, S, M, N, R, KAPPA,
-    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    HAS_C: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    G, X, C, D, S, pieces, partial, arrived, M, N, R, KAPPA,
+    slots, count, keep1, keep2, gain1, gain2, limit,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    HAS_C: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """G is (κ, R, M), X is (κ, R, N), by descriptor or address; C (κ,), D and S (M, N)."""
-    tile = tl.program_id(0)
-    first, last = KAPPA * tl.program_id(1) // PARTS, KAPPA * (tl.program_id(1) + 1) // PARTS
-    # Neighbouring tiles share rows of G and X in the cache: walk them in bands of 8 tile rows.
+    tile, first, last = tl.program_id(0), 0, KAPPA
+    if CUT:
+        tile = tl.load(pieces + 5 * tl.program_id(0))
+        first = tl.load(pieces + 5 * tl.program_id(0) + 1)
+        last = tl.load(pieces + 5 * tl.program_id(0) + 2)
+    # Neighbouring tiles share rows of G and X in the cache: walk them in bands of tile rows.
     across, down = tl.cdiv(N, BN), tl.cdiv(M, BM)
-    band = tile // (8 * across)
-    height = tl.minimum(down - 8 * band, 8)
-    m = (8 * band + tile % (8 * across) % height) * BM
-    n = (tile % (8 * across) // height) * BN
+    band = tile // (BAND * across)
+    height = tl.minimum(down - BAND * band, BAND)
+    m = (BAND * band + tile % (BAND * across) % height) * BM
+    n = (tile % (BAND * across) // height) * BN
     rm, rn, rk = m + tl.arange(0, BM), n + tl.arange(0, BN), tl.arange(0, BK)
     total = tl.zeros((BM, BN), tl.float32)
     squares = tl.zeros((BM, BN), tl.float32)
@@ -72,12 +92,56 @@ def _gemm_square(
             squares += product * product
     at = rm.to(tl.int64)[:, None] * N + rn[None, :]
     inside = (rm < M)[:, None] & (rn < N)[None, :]
-    if PARTS == 1:
-        tl.store(D + at, total, mask=inside)
-        tl.store(S + at, squares, mask=inside)
-    else:
-        tl.atomic_add(D + at, total, mask=inside, sem="relaxed")
-        tl.atomic_add(S + at, squares, mask=inside, sem="relaxed")
+    complete = True
+    if CUT:
+        if last - first < KAPPA:
+            total, squares, complete = _gather(
+                total, squares, pieces, partial, arrived, tile, last - first, KAPPA, BM, BN
+            )
+    if complete:
+        if INTO:
+            _fold_tile(D + at, S + at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit)
+        else:
+            tl.store(D + at, total, mask=inside)
+            tl.store(S + at, squares, mask=inside)
+
+
+@triton.jit
+def _gather(total, squares, pieces, partial, arrived, tile, groups, KAPPA, BM: tl.constexpr, BN: tl.constexpr):
+    """Leave a piece's sums in the workspace; the last piece of a tile to come returns those of the whole tile."""
+    mine = tl.load(pieces + 5 * tl.program_id(0) + 3)
+    begin = tl.load(pieces + 5 * tl.program_id(0) + 4)
+    place = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    here = partial + mine.to(tl.int64) * (2 * BM * BN) + place
+    tl.store(here, total)
+    tl.store(here + BM * BN, squares)
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    seen = tl.atomic_add(arrived + tile, groups, sem="acq_rel") + groups
+    complete = seen == KAPPA
+    if complete:
+        total = tl.zeros((BM, BN), tl.float32)
+        squares = tl.zeros((BM, BN), tl.float32)
+        got = 0
+        while got < KAPPA:
+            there = partial + begin.to(tl.int64) * (2 * BM * BN) + place
+            total += tl.load(there, cache_modifier=".cg")
+            squares += tl.load(there + BM * BN, cache_modifier=".cg")
+            got += tl.load(pieces + 5 * (tl.num_programs(0) + begin))
+            begin += 1
+    return total, squares, complete
+
+
+@triton.jit
+def _fold_tile(m, v, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit):
+    """m ← keep₁m + gain₁dW, v ← keep₂v + gain₂S on one tile; what would poison them counts as zero."""
+    if slots is not None:
+        keep1, keep2, gain1, gain2 = tl.load(slots), tl.load(slots + 1), tl.load(slots + 2), tl.load(slots + 3)
+    good = (tl.abs(total) < limit) & (tl.abs(squares) < limit * limit)  # NaN is not below anything
+    tl.store(m, keep1 * tl.load(m, mask=inside) + gain1 * tl.where(good, total, 0.0), mask=inside)
+    tl.store(v, keep2 * tl.load(v, mask=inside) + gain2 * tl.where(good, squares, 0.0), mask=inside)
+    bad = tl.sum(tl.sum((inside & (good == 0)).to(tl.int32), 1), 0)
+    if bad > 0:
+        tl.atomic_add(count, bad.to(tl.int64))
 
 
 def serves(G: Tensor, X: Tensor) -> bool:
@@ -85,17 +149,31 @@ def serves(G: Tensor, X: Tensor) -> bool:
     return G.shape[1] >= 16 and G.dtype == X.dtype and G.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | None = None) -> tuple[Tensor, Tensor]:
-    """dW (o, i) and S (o, i) in float32, of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
+def gemm_square(
+    G: Tensor, X: Tensor, c: Tensor | None = None, *, into: Into | None = None, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """dW (o, i) and S (o, i) in float32, of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares.
+
+    With `into`, both are folded into its moments, (o, i) and contiguous, which are returned.
+    """
     G, X = G.contiguous(), X.contiguous()
     c = None if c is None else c.to(torch.float32)
     kappa, rows, m = G.shape
     n = X.shape[2]
     config = config or choose(m, n, rows, G.dtype)
     tiles = triton.cdiv(m, config.bm) * triton.cdiv(n, config.bn)
-    parts = min(kappa, config.parts or _parts(tiles, _multiprocessors(G.device)))
-    make = torch.empty if parts == 1 else torch.zeros
-    D, S = (make(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
+    cut = _cut(tiles, kappa, rows, G.device) if config.split else None
+    partial = arrived = table = None
+    if cut is not None:
+        table = cut.table
+        partial = torch.empty(cut.partials, 2, config.bm, config.bn, device=G.device)
+        arrived = torch.zeros(tiles, dtype=torch.int32, device=G.device)
+    if into is None:
+        D, S = (torch.empty(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
+        fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
+    else:
+        D, S = into.exp_avg, into.exp_avg_sq
+        fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
     # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
     aligned = _has_tile_loads(G.device) and all(
         t.shape[2] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X)
@@ -103,9 +181,10 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None, config: Config | 
     operands: list[Any] = [G, X]
     if aligned:
         operands = [TensorDescriptor.from_tensor(t, [1, config.bk, b]) for t, b in ((G, config.bm), (X, config.bn))]
-    _gemm_square[(tiles, parts)](
-        *operands, c, D, S, m, n, rows, kappa, PARTS=parts,
-        BM=config.bm, BN=config.bn, BK=config.bk, HAS_C=c is not None, DESCRIPTORS=aligned,
+    _gemm_square[(tiles if cut is None else cut.blocks,)](
+        *operands, c, D, S, table, partial, arrived, m, n, rows, kappa, *fold,
+        BM=config.bm, BN=config.bn, BK=config.bk, BAND=config.band,
+        HAS_C=c is not None, DESCRIPTORS=aligned, CUT=cut is not None, INTO=into is not None,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
         num_warps=config.warps,
         num_stages=_stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
@@ -133,20 +212,60 @@ def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
     return Config(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk)
 
 
-def _parts(tiles: int, multiprocessors: int) -> int:
-    """Into how many parts to cut the groups of each tile.
+class Cut(NamedTuple):
+    """Tiles cut into pieces, as the kernel reads them."""
 
-    A part takes its share of a tile's time and, to be added to memory, 0.06 of it more (measured); all parts take as
-    many rounds as the multiprocessors need to get through them.
+    table: Tensor  # (blocks + partials, 5): tile, first group, last, place in the workspace, its tile's first place
+    blocks: int
+    partials: int
 
-    >>> _parts(36, 132), _parts(108, 132), _parts(144, 132), _parts(1024, 132)
-    (3, 1, 4, 1)
+
+def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
+    """Into pieces of how many groups to cut the tiles of the last round; κ for no cut.
+
+    Whole rounds of tiles keep the chip busy; what is left over would not. The blocks start in order, each where a
+    multiprocessor has become free: a piece of s groups takes s and a fixed time for its begin and end, worth about 600
+    rows (measured), twice that where its sums pass through memory.
+
+    >>> divide(132, 32, 1024, 132), divide(144, 32, 1024, 132), divide(108, 32, 1024, 132)
+    (32, 3, 28)
     """
+    rest = tiles % multiprocessors
+    fixed = 600 / rows
 
-    def cost(parts: int) -> float:
-        return -(-tiles * parts // multiprocessors) * (1 / parts + (0.06 if parts > 1 else 0.0))
+    def length(size: int) -> float:
+        free = [0.0] * multiprocessors
+        for start in range(0, kappa, size):
+            took = min(size, kappa - start) + (fixed if size == kappa else 2 * fixed)
+            for _ in range(rest):
+                heapq.heapreplace(free, free[0] + took)
+        return max(free)
 
-    return min(range(1, 9), key=cost)
+    if not rest or kappa == 1:
+        return kappa
+    # Few pieces before many, which pay the fixed time again and again.
+    sizes = [kappa, *range(kappa - 1, (kappa - 1) // 2, -1), *(-(-kappa // q) for q in range(3, 17))]
+    best = min(sizes, key=length)
+    return best if length(best) < 0.97 * length(kappa) else kappa
+
+
+@lru_cache(maxsize=256)
+def _cut(tiles: int, kappa: int, rows: int, device: torch.device) -> Cut | None:
+    multiprocessors = _multiprocessors(device)
+    size = divide(tiles, kappa, rows, multiprocessors)
+    if size >= kappa:
+        return None
+    whole = tiles - tiles % multiprocessors
+    starts = range(0, kappa, size)
+    table = [(tile, 0, kappa, 0, 0) for tile in range(whole)]
+    for i, start in enumerate(starts):  # long pieces first: the short ones fill what they leave
+        for j in range(tiles - whole):
+            begin = j * len(starts)
+            table.append((whole + j, start, min(start + size, kappa), begin + i, begin))
+    blocks = len(table)
+    for _ in range(tiles - whole):
+        table += [(min(start + size, kappa) - start, 0, 0, 0, 0) for start in starts]
+    return Cut(torch.tensor(table, dtype=torch.int32).to(device), blocks, (tiles - whole) * len(starts))
 
 
 @lru_cache
