@@ -574,6 +574,36 @@ def test_a_pair_is_folded_at_once_and_counts_kappa():
     torch.testing.assert_close(v, torch.tensor([3.0, 5.0]).double() * (1 - 0.999**8))
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_kernel_that_folds_its_pair_itself_makes_the_same_update(maximize):
+    torch.manual_seed(0)
+    w, twin = (nn.Parameter(torch.ones(5)) for _ in "ab")
+    one, other = (
+        InvariantAdam([p], lr=0.1, micro_batch_size=4, loss_divisor=2.0, maximize=maximize) for p in (w, twin)
+    )
+    for kappa in (2.0, 3.0, 3.0):
+        for _ in range(2):
+            g, square = torch.randn(5), torch.rand(5)
+            pair.put(w, g.clone(), square.clone(), kappa)
+            target = other._target(twin, kappa, scale=(0.5, 0.25))
+            target.exp_avg.mul_(target.keep[0]).add_(2 * g, alpha=target.gain[0])
+            target.exp_avg_sq.mul_(target.keep[1]).add_(4 * square, alpha=target.gain[1])
+        assert other.kappa == one.kappa == 2 * kappa
+        one.step()
+        other.step()
+        torch.testing.assert_close(w, twin)
+    assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+
+
+def test_what_is_more_than_a_sum_is_not_left_to_a_kernel():
+    w, wide = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5).double())
+    assert InvariantAdam([w], weight_decay=0.1, decoupled=False)._target(w, 2.0) is None
+    assert InvariantAdam([w], max_micro_norm=1.0)._target(w, 2.0) is None
+    opt = InvariantAdam([wide])
+    assert opt._target(wide, 2.0) is None
+    assert opt.kappa == 0
+
+
 def test_pairs_accumulate_where_nobody_folds_them():
     w = nn.Parameter(torch.ones(1))
     pair.put(w, torch.tensor([1.0]), torch.tensor([1.0]), 1.0)

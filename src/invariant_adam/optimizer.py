@@ -324,6 +324,35 @@ class InvariantAdam(Optimizer):
                 count=self._counter(device),
             )
 
+    def _target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> Target | None:
+        """Let a kernel fold the pair of `p` itself, as it is made: count the fold and say where it goes and how.
+
+        The kernel must then do m ← keep₁·m + gain₁·g and v ← keep₂·v + gain₂·g², once, with g = mean_k g_k and
+        g² = mean_k g_k². None where that would not be all: the caller then makes the pair and hands it over.
+
+        Args:
+            p: a parameter of this optimizer.
+            kappa: κ of the mini-batch.
+            scale: factors that turn the sums the kernel has into the means of the pair.
+        """
+        group, state = self._group(p), self.state[p]
+        l2 = group["weight_decay"] and not group["decoupled_weight_decay"]
+        if l2 or self.max_micro_norm is not None:
+            return None
+        part = self._update.parts.get(p) or self._begin(p)
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        if m.dtype != torch.float32 or m.stride() != p.stride():
+            return None
+        checks.refuse_capture(p)
+        self._update.watch_backward()
+        self._update.parts[p] = part
+        self._update.kinds.add(True)
+        sign = (-1.0 if group["maximize"] else 1.0) * self.loss_divisor
+        keep, gain = part.keep, (part.b[0] * kappa * sign * scale[0], part.b[1] * kappa * sign**2 * scale[1])
+        part.keep = _ONES
+        part.kappa += kappa
+        return Target(m, v, keep, gain, self._counter(p.device), None)
+
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
         group, state = self._group(p), self.state[p]
@@ -718,6 +747,17 @@ class _Bucket:
         self.squares: list[Tensor] = []
         self.exp_avgs: list[Tensor] = []
         self.exp_avg_sqs: list[Tensor] = []
+
+
+class Target(NamedTuple):
+    """Where a kernel that makes a pair folds it itself: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g²."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    keep: tuple[float, float]
+    gain: tuple[float, float]
+    count: Tensor  # type: ignore[assignment]  # of elements left out because they are not finite
+    slots: Tensor | None  # keep and gain as four float32 on the device, to be read instead: a captured graph's
 
 
 @dataclass(slots=True)
