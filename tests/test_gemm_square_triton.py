@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 triton_twin = pytest.importorskip("invariant_adam.kernels.gemm_square_triton")
 
@@ -30,3 +32,63 @@ def test_products_and_squares(kappa, rows, m, n, weighted, dtype):
     for got, want in ((D, products.sum(0)), (S, (scale * products.square()).sum(0))):
         assert got.dtype == torch.float32
         assert (got.double() - want).norm() / want.norm() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_pieces_add_up_to_the_whole_tile(monkeypatch, size):
+    """Tiles cut into pieces of any size, the last one shorter: nothing lost, nothing twice, the same every time."""
+    monkeypatch.setattr(triton_twin, "divide", lambda *_: size)
+    triton_twin._cut.cache_clear()
+    G, X = (torch.randn(5, 32, w, device=DEVICE) for w in (130, 20))
+    try:
+        D, S = triton_twin.gemm_square(G, X)
+        again = triton_twin.gemm_square(G, X)
+    finally:
+        triton_twin._cut.cache_clear()
+    products = G.double().transpose(1, 2) @ X.double()
+    for got, want, twice in zip((D, S), (products.sum(0), products.square().sum(0)), again, strict=True):
+        assert (got.double() - want).norm() / want.norm() < 1e-5
+        assert torch.equal(got, twice)
+
+
+@given(st.integers(1, 400), st.integers(1, 64), st.integers(16, 2048))
+def test_cuts_cover_every_group_of_every_tile_once(tiles, kappa, rows):
+    triton_twin._cut.cache_clear()
+    cut = triton_twin._cut(tiles, kappa, rows, torch.device(DEVICE))
+    if cut is None:
+        return
+    seen = torch.zeros(tiles, kappa, dtype=torch.int64)
+    places = set()
+    table = cut.table.tolist()
+    for tile, first, last, place, begin in table[: cut.blocks]:
+        seen[tile, first:last] += 1
+        if last - first < kappa:
+            places.add(place)
+            assert table[cut.blocks + place][0] == last - first
+            assert begin <= place < cut.partials
+    assert (seen == 1).all()
+    assert places == set(range(cut.partials))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("slots", [False, True])
+def test_folds_into_moments(cut, slots):
+    G, X = (torch.randn(6, 20, w, device=DEVICE) for w in (130, 140))
+    X[2, 3, 7] = torch.nan  # column 7 of the gradient: left out of both moments, and counted
+    m, v = torch.randn(130, 140, device=DEVICE), torch.rand(130, 140, device=DEVICE)
+    keep, gain, count = (0.9, 0.99), (-0.5, 0.25), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    products = G.double().transpose(1, 2) @ X.double()
+    want = [
+        a * old.double() + b * new
+        for a, b, old, new in zip(keep, gain, (m, v), (products.sum(0), products.square().sum(0)), strict=True)
+    ]
+    for w, old, a in zip(want, (m, v), keep, strict=True):
+        w[:, 7] = a * old[:, 7].double()
+    device_side = torch.tensor([*keep, *gain], device=DEVICE) if slots else None
+    if slots:
+        keep, gain = (0.0, 0.0), (0.0, 0.0)
+    into = triton_twin.Into(m, v, keep, gain, count, device_side)
+    triton_twin.gemm_square(G, X, into=into, config=triton_twin.Config(bm=64, bn=64, bk=16, split=cut))
+    for got, w in zip((m, v), want, strict=True):
+        assert (got.double() - w).norm() / w.norm() < 1e-5
+    assert count.item() == 130

@@ -38,13 +38,18 @@ def method(rows: int) -> str:
     return "square" if rows == 1 else "pairs" if rows <= PAIR_ROWS else "products"
 
 
+def takes_fused(G: Tensor) -> bool:
+    """Whether the Triton twin serves these output gradients."""
+    return fused is not None and G.is_cuda and method(G.shape[1]) == "products" and fused.serves(G)
+
+
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
     _, rows, out = G.shape
     X = X.to(G.dtype)
     how = method(rows)
     if how == "products":
-        if fused is not None and G.is_cuda and fused.serves(G, X):
+        if fused is not None and takes_fused(G):
             dW, S = fused.gemm_square_op(G, X, c)
             return dW, S
         return _products(G, X, c)

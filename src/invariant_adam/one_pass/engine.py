@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,11 @@ from .check import Probe, verify
 from .dispatch import OnePassParameter, State, expanded
 from .groups import Groups, UnsupportedUse
 from .handles import Entry, Handle, Lifted
+from .into import Sink
 from .routing import group_ids
+
+if TYPE_CHECKING:
+    from ..optimizer import InvariantAdam
 
 
 class Place(NamedTuple):
@@ -54,6 +58,8 @@ class Engine:
         self.axes: dict[tuple[str, str], int] = {}  # where the check found the batch elsewhere
         self.probe: Probe | None = None
         self.uses: dict[str, int] = {}
+        self.into = False  # whether a sink takes pairs now: a check's own backwards leave theirs
+        self.tickets: dict[torch.device, Tensor] = {}
 
     def refresh(self, model: nn.Module) -> list[Entry]:
         """The entries of the parameters that are trainable now."""
@@ -80,6 +86,10 @@ class Engine:
 
     # What the rules ask.
 
+    def ticket(self, device: torch.device) -> Tensor:
+        """The leaf whose gradient stands for a handover to the sink."""
+        return self.tickets[device]
+
     def ready(self, name: str) -> None:
         """Refuse to go on where the batch is not known."""
         if not self.known:
@@ -104,7 +114,7 @@ class Engine:
                     self.share(entry)
                 assert entry.shared is not None
                 return Handle(t.detach(), entry.shared, True, entry)
-            return Handle(t, entry.companion, False, entry)
+            return Handle(t, entry.companion, False, entry, direct=True)
         return None
 
     def share(self, entry: Entry) -> None:
@@ -230,6 +240,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             Σ w l / Σ w: a mask of 0 and 1 for a loss averaged over tokens that are not padding. Micro-batch k then
             counts W_k/W in both means.
         ragged: what to do when M does not divide B: "weight" counts the last micro-batch n/M, "refuse" raises.
+        into: an `InvariantAdam(fold="backward")` of all these parameters: pairs go into its moments as they are made,
+            in the epilogue of a linear layer's weight gradient on a GPU, and neither gradient nor square is ever in
+            memory. Same numbers; `opt.step()` follows as always.
         check: run the model a few times more when it first meets a shape of input, to establish that the rows each
             parameter sees stay with their samples, and that gradients and squares equal the loop's.
 
@@ -251,6 +264,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         batch_size: int | None = None,
         weights: Tensor | None = None,
         ragged: Literal["weight", "refuse"] = "weight",
+        into: InvariantAdam | None = None,
         check: bool = True,
     ) -> None:
         if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
@@ -265,6 +279,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
         self.model, self.micro, self.reduction = model, micro_batch_size, reduction
         self.batch_size, self.weights, self.ragged, self.check = batch_size, weights, ragged, check
+        self.into = into
         engines = _engines.setdefault(model, {})
         key = (micro_batch_size, batch_dim)
         if key not in engines:
@@ -293,6 +308,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self._open(entries)
         except BaseException:
             self._restore()
+            Sink.open = None
             for entry in self.armed:
                 entry.param.grad, entry.before = entry.before, None
             self.armed = []
@@ -319,9 +335,13 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
         for patch in batch_norm.patches(self.model, engine):
             self.undo.append(patch)
-        engine.known = engine.single = False
+        engine.known = engine.single = engine.into = False
         engine.outside = True
         engine.reduction = self.reduction
+        if self.into is not None:
+            Sink.open = Sink(self.into, entries)
+            for device in {entry.param.device for entry in entries} - engine.tickets.keys():
+                engine.tickets[device] = torch.zeros((), device=device, requires_grad=True)
         self.forwards = 0
         if self.batch_size is not None:
             self._divide(self.batch_size)
@@ -338,6 +358,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if kind is None:
                 self._harvest()
         finally:
+            Sink.open, self.engine.into = None, False
+            for ticket in self.engine.tickets.values():
+                ticket.grad = None
             for entry in self.armed:
                 if not entry.done:
                     entry.param.grad = entry.before
@@ -399,6 +422,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             entry.shared = None
         if engine.single:
             return
+        engine.into = False
         if self.check:
             verify(engine, module, args, kwargs, additive=self.weights is None)
             engine.outside = False  # the check has run forwards of its own
@@ -406,6 +430,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.shared = None
                 if entry.tied:
                     engine.share(entry)
+        engine.into = self.into is not None
 
     def _divide(self, batch: int) -> None:
         engine = self.engine
@@ -441,6 +466,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if c is not None or not same:
             engine.groups = Groups(batch, micro, engine.axis, c)
         engine.known, engine.single = True, kappa == 1
+        if Sink.open is not None:
+            Sink.open.kappa = batch / self.micro
+            Sink.open.scale = (1.0, float(kappa)) if self.reduction == "mean" else (1 / kappa, 1 / kappa)
 
     def _harvest(self) -> None:
         """Hand over what the backward left."""

@@ -25,6 +25,7 @@ from torch.autograd import Function
 from ..kernels.conv_square import Geometry, conv_backward, conv_groups, conv_square
 from ..kernels.embedding_square import embedding_groups, embedding_square
 from ..kernels.gemm_square import gemm_groups, gemm_square, sum_square
+from . import into
 from .groups import Groups
 from .handles import Handle
 
@@ -40,13 +41,17 @@ def deliver(
     if handle.grouped:
         shares = [each(*args) for args in parts]
         return None, shares[0] if len(shares) == 1 else torch.cat(shares)
-    handle.arrive()
+    if handle.into and both is gemm_square and len(groups.parts) == 1:
+        ((G, X),) = parts
+        return None, into.products(handle, G, X, groups.c)
+    if not handle.into:
+        handle.arrive()
     dW: Any = None
     S: Any = None
     for part, args in zip(groups.parts, parts, strict=True):
         d, s = both(*args, groups.coefficients(part))
         dW, S = (d, s) if dW is None else (dW + d, S + s)
-    return dW, S
+    return (None, into.give(handle, dW, S)) if handle.into else (dW, S)
 
 
 def owned(y: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ looks like the value, and carries a `Handle` that leads per-group gradients back
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from ..kernels.gemm_square import wide
 
+_keys = count()
+
 
 class Entry:
     """A trainable parameter: its companion leaf and what has happened to it."""
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.name = name
+        self.key = next(_keys)
         self.param = param
         # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no
         # memory.
@@ -51,6 +55,7 @@ class Handle:
         entry: Entry | None,
         resize: Callable[[int, int, int], Tensor] | None = None,
         label: str = "",
+        direct: bool = False,
     ) -> None:
         self.value = value
         self.tag = tag
@@ -60,6 +65,8 @@ class Handle:
         # Where the value was expanded over the batch: the copies for groups lo..hi with m samples
         # each.
         self.resize = resize
+        self.direct = direct  # the parameter itself, used once
+        self.into = False  # its pair goes to the optimizer as it is made: see `into`
         self.dtype = value.dtype
         self.square_dtype = wide(value.dtype)
 

@@ -35,12 +35,15 @@ def autocast(x: Tensor) -> Tensor:
     return x
 
 
-def parts(engine: Engine, h: Handle | None, plain: Any) -> tuple[Any, Any]:
-    """(w, tag) as the Functions take them."""
+def parts(engine: Engine, h: Handle | None, plain: Any, into: bool = True) -> tuple[Any, Any]:
+    """(w, tag) as the Functions take them; `into` for one that hands its pair over by `deliver`."""
     if h is None:
         return plain, None
     if not h.grouped:
         engine.count(h)
+        if into and engine.into and h.direct:
+            h.into = True
+            return h.value, engine.ticket(h.value.device)
     return h.value, h.tag
 
 
@@ -69,8 +72,8 @@ def linear_with(
             return NotImplemented
     else:
         place = engine.place_at(x, axis, 1, name, (hw, hb))
-    w, tag_w = parts(engine, hw, weight)
-    b, tag_b = parts(engine, hb, bias)
+    w, tag_w = parts(engine, hw, weight, into=place.ids is None)
+    b, tag_b = parts(engine, hb, bias, into=place.ids is None)
     x = autocast(x)
     if place.ids is not None:
         return RoutedLinear.apply(x, w, tag_w, b, tag_b, place.ids, engine.groups, flip, hw, hb)

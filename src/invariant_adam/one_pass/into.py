@@ -1,0 +1,135 @@
+"""`one_pass(..., into=opt)`: gradients and squares go into the moments as they are made, and are never left in memory.
+
+A parameter used by one layer gets its pair in that layer's backward. Instead of returning it, the Function hands it
+to the optimizer here: a linear layer's product folds itself into m and v, tile by tile; other pairs are folded whole,
+one at a time. Parameters that are shared, reshaped or met by an operation without a rule take the ordinary way, by
+`pair.put`.
+
+A compiled graph keeps only what it returns. There the handover is an operator whose result, a number without
+meaning, is the "gradient" of a leaf of no dimension, the ticket.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
+
+import torch
+from torch import Tensor
+
+from ..kernels import gemm_square as kernels
+from . import pair
+from .groups import UnsupportedUse
+from .handles import Entry, Handle
+
+if TYPE_CHECKING:
+    from ..optimizer import InvariantAdam
+
+
+class Sink:
+    """The optimizer that takes the pairs of an open context."""
+
+    open: ClassVar[Sink | None] = None
+
+    def __init__(self, optimizer: InvariantAdam, entries: list[Entry]) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [entry.name for entry in entries if id(entry.param) not in held]
+        if missing:
+            raise ValueError(
+                f"into= must hold all trainable parameters of the model, and has not {', '.join(missing[:5])}"
+                f"{' and others' if len(missing) > 5 else ''}; add them to the optimizer or freeze them"
+            )
+        if any(not pair.has_taker(entry.param) for entry in entries):
+            raise ValueError(
+                'into= needs an optimizer that folds in backward, InvariantAdam(fold="backward"), which is the latest '
+                'one built on these parameters; with fold="call" leave into= out and call opt.fold()'
+            )
+        self.optimizer = optimizer
+        self.entries = {entry.key: entry for entry in entries}
+        self.kappa = 0.0  # micro-batches in the mini-batch, a ragged one n/M
+        self.scale = (1.0, 1.0)  # what makes the means of a pair from the sums of a backward
+
+    def products(self, key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
+        """Fold the weight gradient and square of a linear layer, from what `gemm_square` makes them of."""
+        entry = self._claim(key)
+        fused = kernels.fused
+        if fused is not None and kernels.takes_fused(G) and entry.param.is_contiguous():
+            target = self.optimizer._target(entry.param, self.kappa, self.scale)
+            if target is not None:
+                fused.gemm_square(G, X.to(G.dtype), c, into=target)
+                return
+        self._hand(entry, *kernels.gemm_square(G, X, c))
+
+    def pair(self, key: int, dW: Tensor, S: Tensor) -> None:
+        """Fold a pair that is made."""
+        self._hand(self._claim(key), dW, S)
+
+    def _claim(self, key: int) -> Entry:
+        entry = self.entries[key]
+        if entry.done:
+            raise UnsupportedUse(
+                f"{entry.name}: a second square arrived after the first was folded, without their cross terms; drop "
+                "the update with opt.abandon() and run it without into="
+            )
+        entry.done, entry.arrived = True, 1
+        return entry
+
+    def _hand(self, entry: Entry, dW: Tensor, S: Tensor) -> None:
+        p = entry.param
+        grad = dW if self.scale[0] == 1.0 else dW * self.scale[0]
+        pair.put(p, grad.to(p.dtype), S * self.scale[1], self.kappa)
+
+
+def products(handle: Handle, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
+    """Hand over a linear layer's pair by its operands; what is returned is the gradient of the ticket."""
+    key = _key(handle)
+    if torch.compiler.is_compiling():
+        return torch.ops.invariant_adam.into_products(G, X, c, key)
+    return _open().products(key, G, X, c)
+
+
+def give(handle: Handle, dW: Tensor, S: Tensor) -> Any:
+    """Hand over a pair; what is returned is the gradient of the ticket."""
+    key = _key(handle)
+    if torch.compiler.is_compiling():
+        return torch.ops.invariant_adam.into_pair(dW, S, key)
+    return _open().pair(key, dW, S)
+
+
+def _key(handle: Handle) -> int:
+    assert handle.entry is not None
+    return handle.entry.key
+
+
+def _open() -> Sink:
+    if Sink.open is None:
+        raise RuntimeError("a backward of one_pass(..., into=opt) ran after its context was closed; call it inside")
+    return Sink.open
+
+
+@torch.library.custom_op("invariant_adam::into_products", mutates_args=())
+def _into_products(G: Tensor, X: Tensor, c: Optional[Tensor], key: int) -> Tensor:  # noqa: UP045 - the schema's
+    _open().products(key, G, X, c)
+    return _ticket(G)
+
+
+@torch.library.custom_op("invariant_adam::into_pair", mutates_args=())
+def _into_pair(dW: Tensor, S: Tensor, key: int) -> Tensor:
+    if S.numel() < 1 << 16:  # small ones may wait, and the graph takes its memory back
+        dW, S = dW.clone(), S.clone()
+    _open().pair(key, dW, S)
+    return _ticket(S)
+
+
+@_into_products.register_fake
+def _(G: Tensor, X: Tensor, c: Optional[Tensor], key: int) -> Tensor:  # noqa: UP045
+    return G.new_empty((), dtype=torch.float32)
+
+
+@_into_pair.register_fake
+def _(dW: Tensor, S: Tensor, key: int) -> Tensor:
+    return S.new_empty((), dtype=torch.float32)
+
+
+def _ticket(like: Tensor) -> Tensor:
+    make = torch.zeros if torch.is_anomaly_enabled() else torch.empty  # nobody reads it but anomaly detection
+    return make((), dtype=torch.float32, device=like.device)
