@@ -659,6 +659,7 @@ def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], s
     wrong = []
     for i, entry in enumerate(entries):
         want, square = wants[i], squares[i]
+        entry.reached = want is not None
         if want is None or not want.numel():
             continue
         reduced = torch.is_autocast_enabled(entry.param.device.type)

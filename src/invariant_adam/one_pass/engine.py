@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -59,7 +60,7 @@ class Engine:
         self.probe: Probe | None = None
         self.uses: dict[str, int] = {}
         self.into = False  # whether a sink takes pairs now: a check's own backwards leave theirs
-        self.tickets: dict[torch.device, Tensor] = {}
+        self.tickets: dict[torch.device, list[Tensor]] = {}
 
     def refresh(self, model: nn.Module) -> list[Entry]:
         """The entries of the parameters that are trainable now."""
@@ -86,9 +87,9 @@ class Engine:
 
     # What the rules ask.
 
-    def ticket(self, device: torch.device) -> Tensor:
-        """The leaf whose gradient stands for a handover to the sink."""
-        return self.tickets[device]
+    def ticket(self, device: torch.device, place: int) -> Tensor:
+        """The leaf whose gradient stands for a handover to the sink: one for each parameter of an operation."""
+        return self.tickets[device][place]
 
     def ready(self, name: str) -> None:
         """Refuse to go on where the batch is not known."""
@@ -341,7 +342,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if self.into is not None:
             Sink.open = Sink(self.into, entries)
             for device in {entry.param.device for entry in entries} - engine.tickets.keys():
-                engine.tickets[device] = torch.zeros((), device=device, requires_grad=True)
+                engine.tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
         self.forwards = 0
         if self.batch_size is not None:
             self._divide(self.batch_size)
@@ -359,7 +360,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 self._harvest()
         finally:
             Sink.open, self.engine.into = None, False
-            for ticket in self.engine.tickets.values():
+            for ticket in chain.from_iterable(self.engine.tickets.values()):
                 ticket.grad = None
             for entry in self.armed:
                 if not entry.done:
@@ -474,8 +475,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         """Hand over what the backward left."""
         engine = self.engine
         wrong = []
+        modules = {entry.module for entry in self.armed if entry.done}
         for entry in self.armed:
-            if entry.param.grad is None and not entry.done and entry.companion.grad is None:
+            if engine.into and entry.reached and not entry.done and entry.module in modules and entry.is_empty():
+                wrong.append(f"{entry.name}: no square, while others of its module have one: a compiled graph lost it")
+            if not entry.done and entry.is_empty():
                 continue  # no gradient, no square: the optimizer skips it
             through = ", ".join(sorted(entry.operations)) or "an operation that torch does not show"
             if not engine.known:

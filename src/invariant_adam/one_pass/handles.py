@@ -34,11 +34,21 @@ class Entry:
         self.shared: Tensor | None = None  # the κ expanded copies all uses of a tied parameter draw from
         self.before: Tensor | None = None  # p.grad as it was before this mini-batch
         self.done = False  # the pair has been handed over
+        self.reached = False  # by the gradients of the model's outputs, as the check found
         self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
         self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
         self.companion.register_post_accumulate_grad_hook(self._fire)
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
+
+    @property
+    def module(self) -> str:
+        """The name of the module it belongs to."""
+        return self.name.rpartition(".")[0]
+
+    def is_empty(self) -> bool:
+        """Whether neither a gradient nor a square has arrived."""
+        return self.param.grad is None and self.companion.grad is None
 
     def _fire(self, _: Tensor) -> None:
         self.fired += 1

@@ -35,15 +35,15 @@ def autocast(x: Tensor) -> Tensor:
     return x
 
 
-def parts(engine: Engine, h: Handle | None, plain: Any, into: bool = True) -> tuple[Any, Any]:
-    """(w, tag) as the Functions take them; `into` for one that hands its pair over by `deliver`."""
+def parts(engine: Engine, h: Handle | None, plain: Any, ticket: int | None = 0) -> tuple[Any, Any]:
+    """(w, tag) as the Functions take them; `ticket` for one that hands its pair over by `deliver`, each its own."""
     if h is None:
         return plain, None
     if not h.grouped:
         engine.count(h)
-        if into and engine.into and h.direct:
+        if engine.into and h.direct and ticket is not None:
             h.into = True
-            return h.value, engine.ticket(h.value.device)
+            return h.value, engine.ticket(h.value.device, ticket)
     return h.value, h.tag
 
 
@@ -72,8 +72,8 @@ def linear_with(
             return NotImplemented
     else:
         place = engine.place_at(x, axis, 1, name, (hw, hb))
-    w, tag_w = parts(engine, hw, weight, into=place.ids is None)
-    b, tag_b = parts(engine, hb, bias, into=place.ids is None)
+    w, tag_w = parts(engine, hw, weight, 0 if place.ids is None else None)
+    b, tag_b = parts(engine, hb, bias, 1 if place.ids is None else None)
     x = autocast(x)
     if place.ids is not None:
         return RoutedLinear.apply(x, w, tag_w, b, tag_b, place.ids, engine.groups, flip, hw, hb)
@@ -153,7 +153,7 @@ def _convolve(
         x = F.pad(x, [v for t in reversed(total) for v in (t // 2, t - t // 2)])
         padding = 0
     w, tag_w = parts(engine, hw, weight)
-    b, tag_b = parts(engine, hb, bias)
+    b, tag_b = parts(engine, hb, bias, 1)
     geo = Geometry(
         tuple(weight.shape),
         _sizes(stride, n),
@@ -300,7 +300,7 @@ def layer_norm(
     if place is None:
         return NotImplemented
     w, tag_w = parts(engine, hw, weight)
-    b, tag_b = parts(engine, hb, bias)
+    b, tag_b = parts(engine, hb, bias, 1)
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
         input = input.float()  # as autocast does for layer norm
@@ -325,7 +325,7 @@ def rms_norm(
 def _channel_affine(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any) -> Any:
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     w, tag_w = parts(engine, hw, weight)
-    b, tag_b = parts(engine, hb, bias)
+    b, tag_b = parts(engine, hb, bias, 1)
     return Affine.apply(x, w, tag_w, b, tag_b, engine.groups, hw, hb)
 
 
