@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import itertools
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -21,8 +25,10 @@ from rich.table import Table
 from . import __version__
 
 if TYPE_CHECKING:
+    from .lab.bench_one_pass import Case
     from .lab.demo import Run
     from .lab.plan import Plan
+    from .lab.record import Rows
     from .scaling import Hyperparameters
 
 app = typer.Typer(
@@ -242,12 +248,155 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure speed and memory on 
 app.add_typer(bench_app, name="bench")
 
 
+class Device(str, enum.Enum):
+    """Where a benchmark runs."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Precision(str, enum.Enum):
+    """What a model's products are computed in."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+Where = Annotated[Device | None, typer.Option("--device", help="Where to run; by default on a GPU if there is one.")]
+Out = Annotated[Path | None, typer.Option(help="Where the rows go; those it has already are not measured again.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each is timed; the median counts.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="A model's name; may be repeated.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples in the mini-batch; by default the model's own.")]
+MicroBatches = Annotated[
+    list[int] | None, typer.Option("--micro-batch", min=1, help="Samples in a micro-batch; may be repeated.")
+]
+Compiled = Annotated[bool | None, typer.Option("--compile/--eager", help="By default compiled on a GPU.")]
+InPrecision = Annotated[
+    Precision | None, typer.Option("--precision", help="By default bfloat16 (autocast) on a GPU, float32 elsewhere.")
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change the model: depth=2, tied=true; may be repeated."),
+]
+
+
 @bench_app.command("one-pass")
 def bench_one_pass(
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per cell; the median counts.")] = 11,
+    model: Models = None,
+    batch: Batch = None,
+    micro_batch: MicroBatches = None,
+    methods: Annotated[
+        str, typer.Option(help="Some of plain, accumulate, loop, one-pass, into, with commas.")
+    ] = "plain,loop,one-pass,into",
+    compiled: Compiled = None,
+    precision: InPrecision = None,
+    options: Sets = None,
+    device: Where = None,
+    rounds: Rounds = 10,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time a training step of each method over one plain pass with fused AdamW.
+
+    Forward, backward and optimizer on random data; the methods alternate with plain passes. Each row is written when
+    it is measured: stopped and started again, the command goes on where it was.
+
+    Models: gpt2-124m, gpt2-350m, gpt-char, vit-b16, vit-cifar, resnet18 (for 32×32), resnet18-224, resnet50.
+
+    Example: [cyan]invariant-adam bench one-pass --model gpt2-124m --micro-batch 1 --micro-batch 4 --compile[/cyan]
+    """
+    from .lab import bench_one_pass as bench
+
+    where = _device(device)
+    try:
+        chosen = bench.check_methods(_words(methods))
+        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where)
+    except ValueError as error:
+        _fail(error)
+    rows = _rows(out, "one-pass", where, "a training step over one plain pass with torch.optim.AdamW(fused=True)")
+    todo = bench.jobs(wanted, chosen, rows)
+    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, rounds=rounds, tell=tell), bench, as_json)
+
+
+@bench_app.command("step")
+def bench_step(
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(help="A model's name, or a number of tensors times their size, as 100x1e7; may be repeated."),
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="Some of kernels, alone, handed, net, with commas; by default all on the CPU.")
+    ] = None,
+    kappa: Annotated[list[int] | None, typer.Option(min=1, help="Micro-batches in an update; may be repeated.")] = None,
+    device: Where = None,
+    rounds: Rounds = 15,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time the optimizer alone: folding and stepping over fused AdamW and over a copy.
+
+    By default on a GPU GPT-2 124M's 148 tensors and 10⁹ parameters in 100, one micro-batch per update; on the CPU 10⁷
+    parameters in 100 tensors, 1, 4 and 16 micro-batches.
+
+    Example: [cyan]invariant-adam bench step --tensors resnet50 --kappa 8[/cyan]
+    """
+    from .lab import bench_step as bench
+
+    where = _device(device)
+    gpu = where == "cuda"
+    names = tensors or (["gpt2-124m", "100x1e7"] if gpu else ["100x99856"])
+    works = _words(work or ("kernels,alone" if gpu else "kernels,alone,handed,net"))
+    try:
+        bench.check(names, works)
+    except ValueError as error:
+        _fail(error)
+    rows = _rows(out, "step", where, "fold and step over torch.optim.AdamW(fused=True)")
+    todo = bench.jobs(names, works, kappa or ([1] if gpu else [1, 4, 16]), rows)
+    number = bench.number_of_rows(todo)
+    _bench(rows, number, lambda tell: bench.measure(todo, rows, device=where, rounds=rounds, tell=tell), bench, as_json)
+
+
+@bench_app.command("memory")
+def bench_memory(
+    model: Models = None,
+    batch: Batch = None,
+    micro_batch: MicroBatches = None,
+    methods: Annotated[
+        str, typer.Option(help="Some of plain, accumulate, loop, one-pass, into, with commas.")
+    ] = "plain,accumulate,loop,one-pass,into",
+    compiled: Compiled = False,
+    precision: InPrecision = None,
+    options: Sets = None,
+    device: Where = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Count the bytes of an update by each method: state and gradients, and everything at the peak.
+
+    "plain" is AdamW over the whole mini-batch, "accumulate" AdamW over a loop of micro-batches.
+
+    Example: [cyan]invariant-adam bench memory --model gpt-char --batch 8[/cyan]
+    """
+    from .lab import bench_memory as bench
+    from .lab.bench_one_pass import check_methods, jobs
+
+    where = _device(device)
+    try:
+        chosen = check_methods(_words(methods))
+        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where)
+    except ValueError as error:
+        _fail(error)
+    rows = _rows(out, "memory", where, "memory of an update")
+    todo = jobs(wanted, chosen, rows)
+    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, tell=tell), bench, as_json)
+
+
+@bench_app.command("peers")
+def bench_peers(
+    rounds: Rounds = 11,
     nets: Annotated[str, typer.Option(help="Which nets, with commas.")] = "mlp,cnn,gpt",
     memory: Annotated[bool, typer.Option(help="Also measure peak memory, each cell in a fresh process.")] = True,
-    out: Annotated[Path, typer.Option(help="Where the result goes.")] = Path("runs/bench/one_pass_cpu.json"),
+    out: Annotated[Path, typer.Option(help="Where the result goes.")] = Path("runs/bench/peers-cpu.json"),
     as_json: Json = False,
 ) -> None:
     """Compare one pass with the loop, BackPACK, Opacus and vmap(grad) on the CPU.
@@ -255,12 +404,12 @@ def bench_one_pass(
     Three small nets, M = 1, 4, 16: time over a plain forward and backward, growth of the peak memory, and whether the
     squares equal the loop's. Rivals that are not installed are left out.
 
-    Example: [cyan]invariant-adam bench one-pass --nets mlp --rounds 5[/cyan]
+    Example: [cyan]invariant-adam bench peers --nets mlp --rounds 5[/cyan]
     """
-    from .lab import bench_one_pass as bench
+    from .lab import bench_peers as bench
     from .lab import record
 
-    chosen = tuple(nets.replace(",", " ").split())
+    chosen = tuple(_words(nets))
     if not chosen or not set(chosen) <= set(bench.NETS):
         _fail(f"--nets must be some of {', '.join(bench.NETS)}, got {nets!r}")
 
@@ -280,6 +429,106 @@ def bench_one_pass(
         return
     stdout.print(bench.table(result), markup=False, soft_wrap=True)
     stdout.print(f"wrote {out}")
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _device(asked: Device | None) -> str:
+    import torch
+
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked is Device.cuda and not torch.cuda.is_available():
+        _fail("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return asked.value
+
+
+def _cases(
+    models: list[str] | None,
+    batch: int | None,
+    micro_batches: list[int] | None,
+    compiled: bool | None,
+    precision: Precision | None,
+    options: list[str] | None,
+    device: str,
+) -> list[Case]:
+    from .lab.bench_one_pass import USUAL, cases
+
+    gpu = device == "cuda"
+    return cases(
+        models or USUAL[device],
+        batch=batch,
+        micro_batches=micro_batches,
+        device=device,
+        precision=precision.value if precision else "bfloat16" if gpu else "float32",
+        compiled=gpu if compiled is None else compiled,
+        options=dict(_option(text) for text in options or ()),
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE: a number, numbers with commas, true, false or a word."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier() or not value:
+        raise ValueError(f"--set takes KEY=VALUE, such as depth=2, got {text!r}")
+    if value in ("true", "false"):
+        return key, value == "true"
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def _rows(out: Path | None, command: str, device: str, benchmark: str) -> Rows:
+    import torch
+
+    from .lab.record import Rows
+
+    try:
+        return Rows(out or Path(f"runs/bench/{command}-{device}.json"), benchmark, torch.device(device))
+    except ValueError as error:
+        _fail(error)
+
+
+def _bench(
+    rows: Rows,
+    work: int,
+    measure: Callable[[Callable[[str], None]], Iterator[dict[str, Any]]],
+    bench: ModuleType,
+    as_json: bool,
+) -> NoReturn:
+    """Measure with a progress bar, print all rows of the file; exit code 1 when a new one is an error."""
+    kept, failed = len(rows.rows), 0
+    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), console=stderr)
+    try:
+        with bar:
+            task = bar.add_task("", total=work)
+            for row in measure(lambda text: bar.update(task, description=text)):
+                failed += "error" in row
+                line = ", ".join(f"{cell} {head}" for head, cell in zip(bench.HEAD, bench.cells(row)) if cell)
+                line = f"{row['method']}: {row['error']}" if "error" in row else f"{bench.title(row)}: {line}"
+                bar.console.print(line, markup=False, soft_wrap=True)
+                bar.advance(task)
+    except KeyboardInterrupt:
+        stderr.print(f"\nStopped. {len(rows.rows)} rows are in {rows.path}; the same command goes on from there.")
+        raise typer.Exit(130) from None
+    except OSError as error:
+        _fail(f"cannot write to --out {rows.path}: {error}; choose another file")
+    if as_json:
+        _print_json(rows.result())
+    else:
+        stdout.print(f"[bold]{rows.head['benchmark']}[/bold], {rows.head['device']}", soft_wrap=True)
+        for name, group in itertools.groupby(rows.rows, key=bench.title):
+            table = Table(box=box.SIMPLE_HEAD, title=name, title_justify="left")
+            for i, head in enumerate(bench.HEAD):
+                table.add_column(head, justify="right" if i else "left", no_wrap=True)
+            for row in group:
+                table.add_row(*bench.cells(row))
+            stdout.print(table)
+        stdout.print(f"{len(rows.new)} measured, {kept} found; wrote {rows.path}", markup=False, soft_wrap=True)
+    raise typer.Exit(1 if failed else 0)
 
 
 class _Bars:

@@ -1,351 +1,346 @@
-"""One pass against the loop and its peers on the CPU: step time and peak memory.
+"""A training step by each method, over one plain pass with `torch.optim.AdamW(fused=True)` on the same mini-batch.
 
-Times are medians of interleaved rounds, as ratios to a plain forward and backward; the best rounds are kept too. Memory
-is the growth of the peak
-resident size over one call, in a fresh process for each cell. Every method's gradients and squares are held against
-the loop; a method that misses parameters or differs by more than 1e-3 is not exact.
+| method | what an update is |
+|---|---|
+| plain | one forward and backward over the mini-batch, fused AdamW |
+| accumulate | a loop of micro-batches whose gradients are added up, fused AdamW |
+| loop | a loop of micro-batches, each folded by InvariantAdam during backward |
+| one-pass | one forward and backward in `one_pass`, InvariantAdam |
+| into | the same with `one_pass(..., into=opt)`: no gradient is ever in memory |
+
+Every method has a model of its own, from the same seed. Its updates alternate with plain ones, so that the ratio is
+that of one run. TFLOP/s are the model's own matrix products, forward and backward (attention counted in full).
 """
 
 from __future__ import annotations
 
 import gc
-import platform
-import random
-import statistics
-import subprocess
-import sys
+import math
 import time
-import warnings
-from collections.abc import Callable
-from datetime import datetime, timezone
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from invariant_adam.one_pass import one_pass
+import invariant_adam as ia
 
-NETS = ("mlp", "cnn", "gpt")
-METHODS = ("plain", "loop", "backpack", "opacus", "vmap", "ours")
-MICRO = (1, 4, 16)
+from . import timing
+from .models import GPT, MODELS, ResNet, build
+from .record import Rows
 
-
-class Block(nn.Module):
-    """Attention and a small net, each after a norm."""
-
-    def __init__(self, d: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.l1, self.qkv, self.o = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.l2, self.f1, self.f2 = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output for x (B, T, d)."""
-        B, T, d = x.shape
-        qkv = self.qkv(self.l1(x)).view(B, T, 3, self.heads, d // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.o(a.reshape(B, T, d))
-        out: Tensor = x + self.f2(F.gelu(self.f1(self.l2(x))))
-        return out
-
-
-class GPT(nn.Module):
-    """A small transformer over tokens."""
-
-    def __init__(self, V: int = 1000, d: int = 256, T: int = 128, layers: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(V, d), nn.Embedding(T, d)
-        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
-        self.ln, self.head = nn.LayerNorm(d), nn.Linear(d, V)
-
-    def forward(self, i: Tensor) -> Tensor:
-        """Return the logits of tokens i (B, T)."""
-        B, T = i.shape
-        x = self.tok(i) + self.pos(torch.arange(T).expand(B, T))
-        for b in self.blocks:
-            x = b(x)
-        logits: Tensor = self.head(self.ln(x))
-        return logits
+METHODS = ("plain", "accumulate", "loop", "one-pass", "into")
+# Samples in the mini-batch and in a micro-batch, where nothing else is asked for.
+SIZES = {
+    "gpt2-124m": (32, 1),
+    "gpt2-350m": (16, 1),
+    "gpt-char": (16, 1),
+    "vit-b16": (256, 8),
+    "vit-cifar": (400, 25),
+    "resnet18": (800, 25),
+    "resnet18-224": (256, 8),
+    "resnet50": (256, 8),
+}
+# What is measured when no model is named: the ones that suit the device.
+USUAL = {"cuda": ["gpt2-124m", "gpt2-350m", "vit-b16", "resnet18", "resnet50"], "cpu": ["gpt-char"]}
+LOOPS = ("accumulate", "loop")
+LOOP_ROUNDS = 3  # they take many times as long as the others
+Tell = Callable[[str], None]
 
 
-def build(net: str) -> tuple[nn.Module, Tensor, Tensor, int]:
-    """The model, inputs, targets and rows per sample."""
-    torch.manual_seed(0)
-    if net == "mlp":
-        model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
-        return model, torch.randn(256, 784), torch.randint(10, (256,)), 1
-    if net == "cnn":
-        sizes = ((3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1))
-        layers = [m for i, o, s in sizes for m in (nn.Conv2d(i, o, 3, s, 1), nn.ReLU())]
-        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
-        return model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)), 1024
-    return GPT(), torch.randint(1000, (16, 128)), torch.randint(1000, (16, 128)), 128
+@dataclass(frozen=True)
+class Case:
+    """One model at one batch size, one micro-batch size, one precision.
 
+    Args:
+        model: its name in `models.MODELS`.
+        options: what `models.build` shall do otherwise.
+        batch: B, samples in the mini-batch.
+        micro_batch: M, samples in a micro-batch; it divides `batch`.
+        device: "cuda" or "cpu".
+        precision: "bfloat16" for autocast, or "float32".
+        compiled: whether the model is compiled.
+    """
 
-def loss_of(out: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy."""
-    return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
+    model: str
+    batch: int
+    micro_batch: int
+    device: str
+    precision: str = "bfloat16"
+    compiled: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
-
-Pairs = dict[str, tuple[Tensor, Tensor]]
-
-
-def prepare(method: str, net: str, M: int, check: bool = True) -> Callable[[], Pairs | None] | None:
-    """A function that runs one step and returns {name: (mean g, mean g²)}; None where the method
-    has no such case."""
-    model, x, y, _ = build(net)
-    B = len(x)
-    kappa = B // M
-    names, params = zip(*model.named_parameters(), strict=True)
-
-    def plain() -> None:
-        model.zero_grad()
-        loss_of(model(x), y).backward()
-
-    def loop() -> Pairs:
-        total = [torch.zeros_like(p) for p in params]
-        square = [torch.zeros_like(p) for p in params]
-        for k in range(kappa):
-            model.zero_grad()
-            loss_of(model(x[k * M : (k + 1) * M]), y[k * M : (k + 1) * M]).backward()
-            for p, t, s in zip(params, total, square, strict=True):
-                t.add_(p.grad, alpha=1 / kappa)
-                s.addcmul_(p.grad, p.grad, value=1 / kappa)
-        return {n: (t, s) for n, t, s in zip(names, total, square, strict=True)}
-
-    def ours() -> Pairs:
-        for p in params:
-            p.grad = None
-            p.__dict__.pop("grad_sq", None)
-        with one_pass(model, M, check=check):
-            loss_of(model(x), y).backward()
-        return {n: (p.grad, p.grad_sq) for n, p in zip(names, params, strict=True)}
-
-    if method in ("plain", "loop", "ours"):
-        return {"plain": plain, "loop": loop, "ours": ours}[method]
-
-    if method == "vmap":
-        detached = {n: p.detach() for n, p in zip(names, params, strict=True)}
-        gradient = torch.func.grad(lambda p, a, b: loss_of(torch.func.functional_call(model, p, (a,)), b))
-        each = torch.func.vmap(gradient, in_dims=(None, 0, 0), randomness="different")
-        xs, ys = x.view(kappa, M, *x.shape[1:]), y.view(kappa, M, *y.shape[1:])
-
-        def vmapped() -> Pairs:
-            return {n: (g.mean(0), g.square().mean(0)) for n, g in each(detached, xs, ys).items()}
-
-        return vmapped
-
-    if method == "opacus":
-        from opacus.grad_sample import GradSampleModule
-
-        wrapped = GradSampleModule(model, loss_reduction="mean")
-
-        def opacus() -> Pairs:
-            for p in params:
-                p.grad = p.grad_sample = None
-            loss_of(wrapped(x), y).backward()
-            out = {}
-            for n, p in zip(names, params, strict=True):
-                g = p.grad_sample.view(kappa, M, *p.shape).mean(1)
-                out[n] = (g.mean(0), g.square().mean(0))
-            return out
-
-        return opacus
-
-    if M != 1:
-        return None  # BackPACK squares per sample only
-    from backpack import backpack, extend
-    from backpack.extensions import SumGradSquared
-
-    extended = nn.ModuleList([extend(model)])[0]
-    criterion = extend(nn.CrossEntropyLoss())
-    rows = B * (y.numel() // B)
-
-    def packed() -> Pairs:
-        model.zero_grad()
-        out = extended(x)
-        with backpack(SumGradSquared()):
-            criterion(out.reshape(-1, out.shape[-1]), y.reshape(-1)).backward()
-        scale = B if rows == B else B * B / B
+    def settings(self, method: str) -> dict[str, Any]:
+        """What a row of this case is known by; a plain pass has no micro-batch."""
         return {
-            n: (p.grad, p.sum_grad_squared * scale)
-            for n, p in zip(names, params, strict=True)
-            if hasattr(p, "sum_grad_squared")
+            "model": self.model,
+            "options": self.options,
+            "batch": self.batch,
+            "micro_batch": None if method == "plain" else self.micro_batch,
+            "precision": self.precision,
+            "compiled": self.compiled,
+            "method": method,
         }
 
-    return packed
+    def __str__(self) -> str:
+        return f"{title(self.settings(''))}, M = {self.micro_batch}"
 
 
-def disagreement(got: Pairs | None, want: Pairs) -> tuple[float, int]:
-    """The largest relative error over parameters, and how many are missing."""
-    if got is None:
-        return float("nan"), 0
-    worst = 0.0
-    for name, (g, s) in want.items():
-        if name in got:
-            for a, b in zip(got[name], (g, s), strict=True):
-                worst = max(worst, float((a - b).abs().max() / b.abs().max()))
-    return worst, len(want.keys() - got.keys())
+def cases(
+    models: list[str],
+    *,
+    batch: int | None = None,
+    micro_batches: list[int] | None = None,
+    device: str,
+    precision: str,
+    compiled: bool,
+    options: dict[str, Any] | None = None,
+) -> list[Case]:
+    """Return the cases that these choices mean, each of which can be built."""
+    found = []
+    for model in models:
+        if model not in MODELS:
+            raise ValueError(f"no --model is named {model!r}; there are {', '.join(MODELS)}")
+        try:
+            with torch.device("meta"):
+                build(model, **(options or {}))
+        except TypeError as error:
+            raise ValueError(f"--set does not suit --model {model}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"--set: {error}") from error
+        usual = SIZES[model]
+        samples = batch or usual[0]
+        for size in micro_batches or [math.gcd(usual[1], samples)]:
+            if samples % size:
+                raise ValueError(
+                    f"--micro-batch {size} does not divide --batch {samples}; use --batch {-(-samples // size) * size} "
+                    f"or --micro-batch {math.gcd(size, samples)}"
+                )
+            found.append(Case(model, samples, size, device, precision, compiled, options or {}))
+    return found
 
 
-def peak(net: str, method: str, M: int) -> float:
-    """Growth of the peak resident size over one call, in MB; for a fresh process."""
-    run = prepare(method, net, M, check=False)
-    assert run is not None
-    model, x, y, _ = build(net)
-    loss_of(model(x[:1]), y[:1]).backward()  # libraries and thread pools
-    del model
-    gc.collect()
-
-    def status(key: str) -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(key))
-
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    result = run()
-    grown = status("VmHWM") - before
-    del result
-    return grown
+def check_methods(methods: list[str]) -> list[str]:
+    """Return the methods, or raise where one is unknown."""
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(f"--methods must be some of {', '.join(METHODS)}, got {method!r}")
+    return methods
 
 
-def run(
-    rounds: int = 11,
-    memory: bool = True,
-    nets: tuple[str, ...] = NETS,
-    tell: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Measure all cells and return them as JSON holds them; `tell` hears of each as it is done."""
-    torch.set_num_threads(2)
-    cells = []
-    for net in nets:
-        rows = build(net)[3]
-        for M in MICRO:
-            steps = {}
-            want = prepare("loop", net, M)()  # type: ignore[misc]
-            assert want is not None
-            for method in METHODS:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    try:
-                        step = prepare(method, net, M)
-                        first = time.perf_counter()
-                        result = None if step is None else step()
-                        first = time.perf_counter() - first
-                    except Exception as error:
-                        cells.append(
-                            {
-                                "net": net,
-                                "M": M,
-                                "method": method,
-                                "error": f"{type(error).__name__}: {error}"[:200],
-                            }
-                        )
-                        continue
-                if step is None:
-                    continue
-                wrong, missing = disagreement(result, want)
-                del result
-                steps[method] = (step, wrong, missing, first)
-            times: dict[str, list[float]] = {m: [] for m in steps}
-            shuffle = random.Random(0)
-            for _ in range(rounds):
-                # In another order each round: a method that frees a gigabyte slows whoever comes
-                # next.
-                for method in shuffle.sample(list(steps), len(steps)):
-                    step = steps[method][0]
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        start = time.perf_counter()
-                        step()
-                    times[method].append(time.perf_counter() - start)
-            for method, (_, wrong, missing, first) in steps.items():
-                cell = {
-                    "net": net,
-                    "M": M,
-                    "rows_per_group": M * rows,
-                    "method": method,
-                    "ms": 1e3 * statistics.median(times[method]),
-                    "ratio": statistics.median(times[method]) / statistics.median(times["plain"]),
-                    "best_ms": 1e3 * min(times[method]),
-                    "best_ratio": min(times[method]) / min(times["plain"]),
-                    "rounds": rounds,
-                    "first_call_ms": 1e3 * first,
-                    "error": None if method == "plain" else wrong,
-                    "missing": missing,
-                    "exact": method != "plain" and missing == 0 and wrong < 1e-3,
-                }
-                if memory:
-                    cell["peak_mb"] = _fresh(net, method, M)
-                cells.append(cell)
-                tell(_line(cell))
-    return {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{p: _version(p) for p in ("torch", "backpack-for-pytorch", "opacus")},
-        },
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "cells": cells,
-    }
+class Update:
+    """A model with an optimizer, whose call is one update by the case's method on random data.
+
+    `gather` is the part that brings the gradients, `step` the part that moves the weights.
+    """
+
+    def __init__(self, case: Case, method: str) -> None:
+        self.case, self.method = case, method
+        torch.manual_seed(0)
+        device = torch.device(case.device)
+        with device:
+            self.model = build(case.model, **case.options)
+            if isinstance(self.model, GPT):
+                shape: tuple[int, ...] = (case.batch, self.model.context)
+                self.x, self.y = torch.randint(self.model.vocab, shape), torch.randint(self.model.vocab, shape)
+            else:
+                side = int(self.model.image)  # type: ignore[arg-type]
+                self.x = torch.randn(case.batch, 3, side, side)
+                self.y = torch.randint(int(self.model.classes), (case.batch,))  # type: ignore[arg-type]
+        if isinstance(self.model, ResNet):
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.x = self.x.contiguous(memory_format=torch.channels_last)
+        self.run: Any = self.model
+        if case.compiled:  # a loop's and a check's batch sizes are graphs of their own
+            self.run = torch.compile(self.model, dynamic=False)
+        self.optimizer: torch.optim.Optimizer
+        if method in ("plain", "accumulate"):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        else:
+            self.optimizer = ia.InvariantAdam(
+                self.model.parameters(), lr=1e-4, weight_decay=0.01, micro_batch_size=case.micro_batch
+            )
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss over samples x with targets y."""
+        reduced = self.case.precision == "bfloat16"
+        with torch.autocast(self.case.device, torch.bfloat16) if reduced else nullcontext():
+            out = self.run(x)
+        return F.cross_entropy(out.flatten(0, -2).float(), y.flatten())
+
+    def gather(self) -> Tensor:
+        """Run the forwards and backwards of one update and return the last loss."""
+        M = self.case.micro_batch
+        if self.method in LOOPS:
+            kappa = self.case.batch // M if self.method == "accumulate" else 1
+            for x, y in zip(self.x.split(M), self.y.split(M), strict=True):
+                loss = self.loss(x, y) / kappa
+                loss.backward()
+            return loss
+        into: dict[str, Any] = {"into": self.optimizer} if self.method == "into" else {}
+        once = self.method in ("one-pass", "into")
+        with ia.one_pass(self.run, micro_batch_size=M, **into) if once else nullcontext():
+            loss = self.loss(self.x, self.y)
+            loss.backward()
+        return loss
+
+    def step(self) -> None:
+        """Move the weights."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def __call__(self) -> Tensor:
+        """Make one update and return the last loss."""
+        loss = self.gather()
+        self.step()
+        return loss
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+class _Ready:
+    """An `Update` that has run, with its first seconds and its peak memory without the other models alive."""
+
+    def __init__(self, case: Case, method: str) -> None:
+        device = torch.device(case.device)
+        gpu = device.type == "cuda"
+        gc.collect()
+        before = torch.cuda.memory_allocated(device) if gpu else 0
+        start = time.perf_counter()
+        self.update = Update(case, method)
+        loss = float(self.update().detach())  # waits for the device
+        self.first_s = time.perf_counter() - start
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the loss is {loss} after one update")
+        self.update()
+        self.peak_gib: float | None = None
+        if gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.update()
+            self.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
-def _fresh(net: str, method: str, M: int) -> float | None:
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__, net, method, str(M)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return float(out.stdout.split()[-1]) if out.returncode == 0 else None
+def model_flops(case: Case) -> int:
+    """Return the floating-point operations of the products in one update: forward and backward over the mini-batch."""
+    small = replace(case, batch=2, micro_batch=2, device="meta", precision="float32", compiled=False)
+    with FlopCounterMode(display=False) as counter:
+        Update(small, "plain").gather()
+    return int(counter.get_total_flops()) * case.batch // 2
 
 
-def _line(cell: dict[str, Any]) -> str:
-    mb = cell.get("peak_mb")
+HEAD = ("method", "M", "ms", "× plain", "TFLOP/s", "of a GEMM", "peak GiB", "first s")
+
+
+def title(row: dict[str, Any]) -> str:
+    """Return what a row was measured on."""
+    options = "".join(f" {key}={value}" for key, value in row["options"].items())
     return (
-        f"{cell['net']:4} M={cell['M']:<3} {cell['method']:9} {cell['ms']:9.1f} ms "
-        f"{cell['ratio']:7.2f} x  "
-        f"{'' if mb is None else f'{mb:7.0f} MB'}  "
-        f"{'exact' if cell['exact'] else '' if cell['method'] == 'plain' else 'not exact'}"
+        f"{row['model']}{options}, B = {row['batch']}, {row['precision']}, {'compiled' if row['compiled'] else 'eager'}"
     )
 
 
-def table(record: dict[str, Any]) -> str:
-    """The record as a Markdown table: ratio to plain / growth of the peak in MB."""
-    nets = list(dict.fromkeys(c["net"] for c in record["cells"]))
-    columns = [(n, M) for n in nets for M in MICRO]
-    lines = [
-        "| | " + " | ".join(f"{n} M={M}" for n, M in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for method in METHODS:
-        row = []
-        for n, M in columns:
-            found = [c for c in record["cells"] if (c["net"], c["M"], c["method"]) == (n, M, method)]
-            if not found or "ratio" not in found[0]:
-                row.append("-")
-                continue
-            cell = found[0]
-            mark = "" if cell["exact"] or method == "plain" else " (not exact)"
-            row.append(f"{cell['ratio']:.2f} / {cell.get('peak_mb') or 0:.0f}{mark}")
-        lines.append(f"| {method} | " + " | ".join(row) + " |")
-    return "\n".join(lines)
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return a row as it is printed under `HEAD`."""
+    return (
+        row["method"],
+        str(row["micro_batch"] or ""),
+        _number(row, "ms", ".2f"),
+        _number(row, "ratio", ".3f"),
+        _number(row, "tflops", ".3g"),
+        _number(row, "of_gemm", ".0%"),
+        _number(row, "peak_gib", ".1f"),
+        _number(row, "first_s", ".1f"),
+    )
 
 
-if __name__ == "__main__":  # one cell of memory, in a process of its own
-    torch.set_num_threads(2)
-    print(peak(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+def _number(row: dict[str, Any], key: str, form: str) -> str:
+    value = row.get(key)
+    return "" if value is None else format(value, form)
+
+
+Job = tuple[Case, str]
+
+
+def jobs(wanted: list[Case], methods: list[str], rows: Rows) -> list[Job]:
+    """Return the cases and methods that `rows` lacks; a plain pass counts once, whatever M is."""
+    found: list[Job] = []
+    for case in wanted:
+        for method in methods:
+            settings = case.settings(method)
+            if not rows.has(settings) and all(c.settings(m) != settings for c, m in found):
+                found.append((case, method))
+    return found
+
+
+def measure(todo: list[Job], rows: Rows, *, rounds: int, tell: Tell) -> Iterator[dict[str, Any]]:
+    """Measure method by method and yield each row once it is written.
+
+    A method that fails gives a row with its error, and the others go on.
+    """
+    if not todo:
+        return
+    device = torch.device(todo[0][0].device)
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    with timing.fast_math(), torch._dynamo.config.patch({limit: 64}):
+        tell("measuring the ceilings of the machine")
+        ceilings = timing.ceilings(device, getattr(torch, todo[0][0].precision))
+        plain: tuple[dict[str, Any], _Ready] | None = None
+        for case, method in todo:
+            settings = case.settings(method)
+            base = case.settings("plain")
+            try:
+                if plain is None or plain[0] != base:
+                    plain = None
+                    _clear(case)
+                    tell(f"{case}: plain")
+                    plain = base, _Ready(case, "plain")
+                tell(f"{case}: {method}")
+                measured = _against(plain[1], case, method, rounds, ceilings)
+            except Exception as error:  # out of memory, refused, not to be compiled
+                measured = failure(error)
+            yield rows.add(settings, measured)
+
+
+def _against(plain: _Ready, case: Case, method: str, rounds: int, ceilings: timing.Ceilings) -> dict[str, Any]:
+    device = torch.device(case.device)
+    ready = plain if method == "plain" else _Ready(case, method)
+    taken = timing.interleaved(
+        {"plain": plain.update, method: ready.update},
+        device,
+        min(rounds, LOOP_ROUNDS) if method in LOOPS else rounds,
+        round_ms=100.0 if device.type == "cuda" else 0.0,
+    )
+    own, base = taken[method], taken["plain"]
+    tflops = model_flops(case) / own.ms / 1e9
+    measured = {
+        "parameters": sum(p.numel() for p in plain.update.model.parameters()),
+        "ms": round(own.ms, 3),
+        "best_ms": round(own.best_ms, 3),
+        "plain_ms": round(base.ms, 3),
+        "ratio": round(own.ms / base.ms, 4),
+        "rounds": own.rounds,
+        "updates_per_round": own.calls,
+        "first_s": round(ready.first_s, 1),
+        "tflops": round(tflops, 3),
+        "gemm_tflops": round(ceilings.gemm_tflops, 3),
+        "of_gemm": round(tflops / ceilings.gemm_tflops, 4),
+    }
+    if ready.peak_gib is not None and plain.peak_gib is not None:
+        measured |= {"peak_gib": round(ready.peak_gib, 3), "plain_peak_gib": round(plain.peak_gib, 3)}
+    return measured
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """What is kept of a method that failed."""
+    return {"error": f"{type(error).__name__}: {error}".strip()[:500]}
+
+
+def _clear(case: Case) -> None:
+    """Forget graphs and memory of the case before."""
+    torch._dynamo.reset()
+    gc.collect()
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
