@@ -144,17 +144,3 @@ def test_another_missing_module_is_not_blamed_on_the_extra():
     result = without("json", "--help")
     assert result.returncode == 1
     assert "lab" not in result.stderr.splitlines()[-1]
-
-
-def test_bench_one_pass_compares_and_writes(tmp_path):
-    out = tmp_path / "bench.json"
-    options = ["--nets", "mlp", "--rounds", "1", "--no-memory", "--json", "--out", str(out)]
-    result = python("-m", "invariant_adam", "bench", "one-pass", *options)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == json.loads(out.read_text())
-    ours = [c for c in json.loads(result.stdout)["cells"] if c["method"] == "ours"]
-    assert [c["M"] for c in ours] == [1, 4, 16]
-    assert all(c["exact"] for c in ours)
-    wrong = run("bench", "one-pass", "--nets", "rnn")
-    assert wrong.exit_code == 2
-    assert "--nets must be some of mlp, cnn, gpt, got 'rnn'" in wrong.output

@@ -26,7 +26,7 @@ def test_the_claims_of_the_theory_page_hold_in_the_results():
 
 
 def test_the_claims_of_the_one_pass_page_hold_in_the_results():
-    cells = json.loads((ROOT / "benchmarks" / "results" / "one_pass_cpu.json").read_text())["cells"]
+    cells = json.loads((ROOT / "benchmarks" / "results" / "peers_cpu.json").read_text())["cells"]
     for ours in (c for c in cells if c["method"] == "ours"):
         same = [c for c in cells if (c["net"], c["M"]) == (ours["net"], ours["M"]) and "ratio" in c]
         plain = next(c for c in same if c["method"] == "plain")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import enum
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -501,15 +500,14 @@ def _bench(
 ) -> NoReturn:
     """Measure with a progress bar, print all rows of the file; exit code 1 when a new one is an error."""
     kept, failed = len(rows.rows), 0
-    bar = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), console=stderr)
+    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), console=stderr)
     try:
         with bar:
             task = bar.add_task("", total=work)
             for row in measure(lambda text: bar.update(task, description=text)):
                 failed += "error" in row
-                line = ", ".join(f"{cell} {head}" for head, cell in zip(bench.HEAD, bench.cells(row)) if cell)
-                line = f"{row['method']}: {row['error']}" if "error" in row else f"{bench.title(row)}: {line}"
-                bar.console.print(line, markup=False, soft_wrap=True)
+                text = row.get("error") or "  ".join(bench.cells(row))
+                bar.console.print(f"{bench.title(row)}: {text}", markup=False, soft_wrap=True)
                 bar.advance(task)
     except KeyboardInterrupt:
         stderr.print(f"\nStopped. {len(rows.rows)} rows are in {rows.path}; the same command goes on from there.")
@@ -520,13 +518,16 @@ def _bench(
         _print_json(rows.result())
     else:
         stdout.print(f"[bold]{rows.head['benchmark']}[/bold], {rows.head['device']}", soft_wrap=True)
-        for name, group in itertools.groupby(rows.rows, key=bench.title):
+        for name in dict.fromkeys(map(bench.title, rows.rows)):
             table = Table(box=box.SIMPLE_HEAD, title=name, title_justify="left")
             for i, head in enumerate(bench.HEAD):
                 table.add_column(head, justify="right" if i else "left", no_wrap=True)
+            group = [row for row in rows.rows if bench.title(row) == name]
             for row in group:
                 table.add_row(*bench.cells(row))
             stdout.print(table)
+            for row in (row for row in group if "error" in row):
+                stdout.print(f"{row['method']}: {row['error']}", markup=False, soft_wrap=True)
         stdout.print(f"{len(rows.new)} measured, {kept} found; wrote {rows.path}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if failed else 0)
 

@@ -237,9 +237,8 @@ HEAD = ("method", "M", "ms", "× plain", "TFLOP/s", "of a GEMM", "peak GiB", "fi
 def title(row: dict[str, Any]) -> str:
     """Return what a row was measured on."""
     options = "".join(f" {key}={value}" for key, value in row["options"].items())
-    return (
-        f"{row['model']}{options}, B = {row['batch']}, {row['precision']}, {'compiled' if row['compiled'] else 'eager'}"
-    )
+    how = "compiled" if row["compiled"] else "eager"
+    return f"{row['model']}{options}, B = {row['batch']}, {row['precision']}, {how}"
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -324,8 +323,8 @@ def _against(plain: _Ready, case: Case, method: str, rounds: int, ceilings: timi
         "rounds": own.rounds,
         "updates_per_round": own.calls,
         "first_s": round(ready.first_s, 1),
-        "tflops": round(tflops, 3),
-        "gemm_tflops": round(ceilings.gemm_tflops, 3),
+        "tflops": float(f"{tflops:.4g}"),
+        "gemm_tflops": float(f"{ceilings.gemm_tflops:.4g}"),
         "of_gemm": round(tflops / ceilings.gemm_tflops, 4),
     }
     if ready.peak_gib is not None and plain.peak_gib is not None:

@@ -143,7 +143,7 @@ def measure(todo: list[Job], rows: Rows, *, device: str, rounds: int, tell: Tell
                 "calls_per_round": t.calls,
             }
             if each in rates:
-                measured |= {"tb_per_s": round(rates[each], 4), "of_copy": round(rates[each] / rates["copy"], 4)}
+                measured |= {"tb_per_s": float(f"{rates[each]:.4g}"), "of_copy": round(rates[each] / rates["copy"], 4)}
             yield rows.add(_settings(name, each, kappa), measured)
 
 
