@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 from datetime import date
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import triton
 
 import invariant_adam
 from invariant_adam.kernels.gemm_square_triton import Config, choose, gemm_square
+from invariant_adam.lab import timing
 
 # rows in all, rows per group, o, i
 SHAPES = [
@@ -33,30 +33,11 @@ CONFIGS = [
 CONFIGS += [Config(bk=128, stages=3), Config(bm=64, bk=64, warps=4), Config(bn=64, warps=4)]
 
 
-def captured(function):
-    """The function as a CUDA graph, so that the host's launches are not in the time."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 def timed(work, repeats):
-    work = {name: captured(function) for name, function in work.items()}
-    times = {name: [] for name in work}
-    for i in range(repeats + 2):
-        for name, function in work.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(5):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 2:
-                times[name].append(begin.elapsed_time(end) / 5)
-    return {name: statistics.median(t) for name, t in times.items()}
+    """Milliseconds of each piece of work as a CUDA graph, so that the host's launches are not in the time."""
+    work = {name: timing.captured(function) for name, function in work.items()}
+    taken = timing.interleaved(work, torch.device("cuda"), repeats, warmup=2, round_ms=5.0)
+    return {name: t.ms for name, t in taken.items()}
 
 
 def error(G, X, D, S):

@@ -52,43 +52,126 @@ def headline_rows():
     yield "two cores.*"
 
 
-def step_rows():
-    result = load("step_cpu")
-    yield "| micro-batches per update | chain of 100 linear layers | gradients handed over | the optimizer alone |"
-    yield "|---|---|---|---|"
-    for net, handed, alone in zip(result["net"], result["handed"], result["alone"], strict=True):
-        yield f"| {net['kappa']} | {net['ratio']:.2f} | {handed['ratio']:.2f} | {alone['ratio']:.2f} |"
+# --------------------------------------------------------------------------- speed and memory
+
+NAMES = {
+    "gpt2-124m": "GPT-2 124M", "gpt2-350m": "GPT-2 350M", "gpt-char": "GPT, char level", "vit-b16": "ViT-B/16, 224²",
+    "vit-cifar": "ViT, 32²", "resnet18": "ResNet-18, 32²", "resnet18-224": "ResNet-18, 224²",
+    "resnet50": "ResNet-50, 224²", "100x1e7": "10⁹", "100x99856": "10⁷",
+}  # fmt: skip
+METHODS = {
+    "plain": "plain AdamW", "accumulate": "AdamW, loop of micro-batches", "loop": "loop of micro-batches",
+    "one-pass": "one pass", "into": "one pass, `into=opt`",
+}  # fmt: skip
 
 
-def bandwidth_rows():
-    result = load("bandwidth_h200")
-    yield f"Bandwidth on one {result['device']} in TB/s, and both kernels in turn over fused AdamW's time:"
-    yield ""
-    yield "| parameters | copy | `fold` | `step` | fused AdamW | `fold`, `step` over fused AdamW |"
-    yield "|---|---|---|---|---|---|"
-    for name, label in (("gpt2-124m", "GPT-2 124M, 148 tensors"), ("1e9", "10⁹, 100 tensors")):
-        row = result[name]
-        rates = " | ".join(f"{row['TB_per_s'][key]:.2f}" for key in ("copy", "fold", "step", "adamw"))
-        yield f"| {label} | {rates} | {row['fold_and_step_over_adamw']:.2f} |"
+def measured(*names):
+    """The results among these that exist, with their rows that are not errors."""
+    for name in names:
+        if (ROOT / "benchmarks" / "results" / f"{name}.json").exists():
+            result = load(name)
+            yield name, result, [row for row in result["rows"] if "error" not in row]
+
+
+def source(name, result):
+    threads = f", {result['threads']} threads" if "threads" in result else ""
+    return f"{result['device']}{threads}, torch {result['torch']}; `{result['command']}`, kept as `{name}.json`."
+
+
+def what(row):
+    options = "".join(f", {key}={value}" for key, value in row["options"].items())
+    how = (", compiled" if row["compiled"] else "") + (", float32" if row["precision"] == "float32" else "")
+    return f"{NAMES[row['model']]}{options}, B={row['batch']}{how}"
+
+
+def number(row, key, form):
+    return format(row[key], form) if key in row else ""
 
 
 def gpu_rows():
-    result = load("one_pass_h200")
-    yield f"A training step on one {result['device']}, bfloat16, over one plain pass with fused AdamW:"
-    yield ""
-    yield "| | plain | loop of micro-batches | one pass |"
-    yield "|---|---|---|---|"
-    table = {}
-    for row in result["rows"]:
-        table.setdefault((row["model"], row["batch"], row["compiled"]), {})[row["method"]] = row
-    for (model, batch, compiled), row in table.items():
-        loop = f"{row['loop']['ratio']:.1f}×" if "loop" in row else ""
-        once = row["one pass"]
-        label = f"{model}, B={batch}, M={once['M']}{', compiled' if compiled else ''}"
-        plain = f"{once['plain_ms']:.0f} ms, {once['plain_gib']:.1f} GiB"
-        yield f"| {label} | {plain} | {loop} | {once['ratio']:.2f}×, {once['gib']:.1f} GiB |"
-    yield ""
-    yield "(`python benchmarks/one_pass_gpu.py`, kept as `benchmarks/results/one_pass_h200.json`.)"
+    for name, result, rows in measured("one_pass_h200"):
+        methods = [m for m in METHODS if m != "plain" and any(row["method"] == m for row in rows)]
+        yield f"A training step on one {result['device']}, bfloat16, over one plain pass with fused AdamW:"
+        yield ""
+        yield "| | plain | " + " | ".join(METHODS[m] for m in methods) + " |"
+        yield "|---|---|" + "---|" * len(methods)
+        table = {}
+        for row in rows:
+            if row["method"] != "plain":
+                table.setdefault((what(row), row["micro_batch"]), {})[row["method"]] = row
+        for (label, micro), by_method in table.items():
+            plain = next(iter(by_method.values()))
+            cells = [f"{plain['plain_ms']:.0f} ms, {plain['plain_peak_gib']:.1f} GiB"]
+            for method in methods:
+                row = by_method.get(method)
+                cells.append(f"{row['ratio']:.2f}×, {row['peak_gib']:.1f} GiB" if row else "")
+            yield f"| {label}, M={micro} | " + " | ".join(cells) + " |"
+        yield ""
+        yield f"(`{result['command']}`, kept as `benchmarks/results/{name}.json`.)"
+
+
+def training_rows():
+    for name, result, rows in measured("one_pass_h200", "one_pass_cpu"):
+        yield source(name, result)
+        yield ""
+        yield "| | M | method | ms | over plain | TFLOP/s | of a GEMM | peak GiB | first update, s |"
+        yield "|---|---|---|---|---|---|---|---|---|"
+        for row in sorted(rows, key=lambda row: [what(r) for r in rows].index(what(row))):
+            cells = [what(row), str(row["micro_batch"] or ""), METHODS[row["method"]], number(row, "ms", ".1f")]
+            cells += [f"{row['ratio']:.2f}", number(row, "tflops", ".0f"), number(row, "of_gemm", ".0%")]
+            yield "| " + " | ".join([*cells, number(row, "peak_gib", ".1f"), number(row, "first_s", ".0f")]) + " |"
+        yield ""
+
+
+def kernel_rows():
+    """The passes over memory, each with its TB/s."""
+    for name, result, rows in measured("step_h200", "step_cpu"):
+        rows = [row for row in rows if row["kappa"] is None]
+        if not rows:
+            continue
+        yield source(name, result)
+        yield ""
+        yield "| parameters | work | ms | TB/s | of a copy | over fused AdamW |"
+        yield "|---|---|---|---|---|---|"
+        for row in rows:
+            label = f"{NAMES.get(row['tensors'], row['tensors'])}, {row['number']} tensors"
+            copy = next(r["tb_per_s"] for r in rows if (r["tensors"], r["work"]) == (row["tensors"], "copy"))
+            share = f"{row['tb_per_s'] / copy:.0%}" if "tb_per_s" in row else ""
+            cells = [label, f"`{row['work']}`", f"{row['ms']:.2f}", number(row, "tb_per_s", ".2f"), share]
+            yield "| " + " | ".join([*cells, f"{row['ms'] / row['adamw_ms']:.2f}"]) + " |"
+        yield ""
+
+
+def update_rows():
+    """Whole updates over AdamW's, by the number of micro-batches."""
+    works = {"net": "chain of linear layers", "handed": "gradients handed over", "alone": "the optimizer alone"}
+    for name, result, rows in measured("step_h200", "step_cpu"):
+        rows = [row for row in rows if row["kappa"] is not None]
+        if not rows:
+            continue
+        yield source(name, result)
+        yield ""
+        yield "| parameters | micro-batches per update | " + " | ".join(works.values()) + " |"
+        yield "|---|---|---|---|---|"
+        for tensors, kappa in sorted({(row["tensors"], row["kappa"]) for row in rows}):
+            same = {row["work"]: row for row in rows if (row["tensors"], row["kappa"]) == (tensors, kappa)}
+            label = f"{NAMES.get(tensors, tensors)}, {next(iter(same.values()))['number']} tensors"
+            cells = [f"{same[work]['ratio']:.2f}" if work in same else "" for work in works]
+            yield f"| {label} | {kappa} | " + " | ".join(cells) + " |"
+        yield ""
+
+
+def memory_rows():
+    for name, result, rows in measured("memory_h200", "memory_cpu"):
+        yield source(name, result)
+        yield ""
+        yield "| | M | method | tensors per parameter | state and gradients, MiB | peak, MiB | peak − bare, MiB |"
+        yield "|---|---|---|---|---|---|---|"
+        for row in sorted(rows, key=lambda row: [what(r) for r in rows].index(what(row))):
+            sizes = (row["held_bytes"], row["peak_bytes"], row["peak_bytes"] - row["bare_bytes"])
+            cells = [what(row), str(row["micro_batch"] or ""), METHODS[row["method"]], f"{row['tensors']:.2f}"]
+            yield "| " + " | ".join([*cells, *(f"{size / 2**20:,.0f}" for size in sizes)]) + " |"
+        yield ""
 
 
 def gemm_rows():
@@ -100,17 +183,22 @@ def gemm_rows():
         yield f"| {shape} | {row['plain_tflops']:.0f} | {row['ratio']:.2f} |"
 
 
-def one_pass_rows():
-    from invariant_adam.lab.bench_one_pass import table
+def peers_rows():
+    from invariant_adam.lab.bench_peers import table
 
-    yield table(load("one_pass_cpu"))
+    yield table(load("peers_cpu"))
 
 
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
-    "docs/one_pass.md": {"table": one_pass_rows, "gpu": gpu_rows, "gemm": gemm_rows},
-    "docs/guide.md": {"step": step_rows, "bandwidth": bandwidth_rows},
+    "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows},
+    "docs/speed.md": {
+        "training": training_rows,
+        "kernels": kernel_rows,
+        "updates": update_rows,
+        "memory": memory_rows,
+    },
 }
 
 

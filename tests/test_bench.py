@@ -1,3 +1,4 @@
+import inspect
 import json
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from test_cli import python, run
 from torch import nn
 
+from invariant_adam import one_pass
 from invariant_adam.lab import bench_memory, bench_one_pass, bench_step, timing
 from invariant_adam.lab.record import Rows, read_json, write_json
 
@@ -13,6 +15,8 @@ GPT = ["--model", "gpt-char", *(f"--set={s}" for s in ("context=6", "width=16", 
 RESNET = ["--model", "resnet18", "--set=width=4", "--set=depths=1,1"]
 SIZES = ["--batch", "4", "--micro-batch", "2"]
 SMALL = ["--device", "cpu", *SIZES]
+INTO = ["into"] if "into" in inspect.signature(one_pass).parameters else []
+METHODS = ",".join(["plain", "accumulate", "loop", "one-pass", *INTO])
 
 
 def bench(command, *arguments, out):
@@ -25,13 +29,12 @@ def bench(command, *arguments, out):
 
 @pytest.mark.parametrize("model", [GPT, RESNET])
 def test_one_pass_times_each_method_over_plain(tmp_path, model, device):
-    methods = "plain,accumulate,loop,one-pass"
     how = ["--device", device, "--eager", "--precision", "float32", "--rounds", "2"]
-    told = bench("one-pass", *model, *SIZES, *how, "--methods", methods, out=tmp_path / "rows.json")
+    told = bench("one-pass", *model, *SIZES, *how, "--methods", METHODS, out=tmp_path / "rows.json")
     assert {"benchmark", "device", "torch", "triton", "python", "invariant_adam"} <= set(told)
     rows = told["rows"]
-    assert [row["method"] for row in rows] == methods.split(",")
-    assert [row["micro_batch"] for row in rows] == [None, 2, 2, 2]
+    assert [row["method"] for row in rows] == METHODS.split(",")
+    assert [row["micro_batch"] for row in rows] == [None, 2, 2, 2, *(2 for _ in INTO)]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["ms"] / row["plain_ms"], rel=0.01)
         assert row["of_gemm"] == pytest.approx(row["tflops"] / row["gemm_tflops"], rel=0.01, abs=1e-4)
@@ -106,10 +109,9 @@ def test_step_times_kernels_and_updates(tmp_path, device):
 def test_memory_counts_four_tensors_for_an_accumulated_gradient_and_three_without(tmp_path, device):
     # Large matrices and few tokens, so that activations are small.
     wide = ["--model", "gpt-char", *(f"--set={s}" for s in ("context=4", "width=128", "heads=2", "depth=2"))]
-    methods = "plain,accumulate,loop,one-pass"
-    small = ["--device", device, "--batch", "4", "--micro-batch", "1", "--precision", "float32", "--methods", methods]
+    small = ["--device", device, "--batch", "4", "--micro-batch", "1", "--precision", "float32", "--methods", METHODS]
     rows = {row["method"]: row for row in bench("memory", *wide, *small, out=tmp_path / "rows.json")["rows"]}
-    for method, tensors in (("plain", 4), ("accumulate", 4), ("loop", 3), ("one-pass", 3)):
+    for method, tensors in {"plain": 4, "accumulate": 4, "loop": 3, "one-pass": 3, **dict.fromkeys(INTO, 3)}.items():
         row = rows[method]
         weights = 4 * row["parameters"]
         assert row["weight_bytes"] == weights
@@ -153,13 +155,13 @@ def test_short_work_is_repeated_until_the_round_is_full():
 def test_the_updates_that_are_timed_are_those_of_the_loop():
     options = {"context": 6, "width": 8, "heads": 2, "depth": 1, "vocab": 11}
     case = bench_one_pass.Case("gpt-char", 6, 2, "cpu", "float32", options=options)
-    updates = {m: bench_one_pass.Update(case, m) for m in ("plain", "accumulate", "loop", "one-pass")}
+    updates = {m: bench_one_pass.Update(case, m) for m in METHODS.split(",")}
     for update in updates.values():
         start = nn.utils.parameters_to_vector(update.model.parameters()).detach().clone()
         for _ in range(3):
             update()
         update.moved = nn.utils.parameters_to_vector(update.model.parameters()).detach() - start
-    for one, other in (("plain", "accumulate"), ("loop", "one-pass")):
+    for one, other in (("plain", "accumulate"), ("loop", "one-pass"), *(("loop", m) for m in INTO)):
         difference = (updates[one].moved - updates[other].moved).norm() / updates[one].moved.norm()
         assert difference < 1e-2, (one, other)
     assert (updates["plain"].moved - updates["loop"].moved).norm() > 0.1 * updates["plain"].moved.norm()
@@ -217,7 +219,7 @@ def test_a_device_that_is_not_there():
 
 def test_a_file_of_another_machine_or_command_is_not_added_to(tmp_path):
     out = tmp_path / "rows.json"
-    rows = Rows(out, "fold and step over torch.optim.AdamW(fused=True)", CPU)
+    rows = Rows(out, "invariant-adam bench step", "fold and step over torch.optim.AdamW(fused=True)", CPU)
     rows.add({"work": "fold"}, {"ms": 1.0})
     result = run("bench", "memory", *GPT, *SMALL, "--out", str(out))
     assert result.exit_code == 2

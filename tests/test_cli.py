@@ -113,7 +113,7 @@ def test_a_wrong_argument_is_named_with_its_remedy(arguments, text):
 
 def test_help_helps():
     top = run("--help").output
-    for word in ("demo", "verify", "scale", "invariant-adam scale --lr 3e-4"):
+    for word in ("demo", "verify", "scale", "bench", "invariant-adam scale --lr 3e-4"):
         assert word in top
     for command in ("demo", "verify", "scale"):
         result = run(command, "--help")

@@ -25,6 +25,11 @@ def test_the_claims_of_the_theory_page_hold_in_the_results():
         assert final == sorted(final, reverse=faster)
 
 
+def test_the_claims_of_the_speed_page_hold_in_the_results():
+    for row in json.loads((ROOT / "benchmarks" / "results" / "memory_cpu.json").read_text())["rows"]:
+        assert round(row["tensors"], 1) == (4 if row["method"] in ("plain", "accumulate") else 3), row["method"]
+
+
 def test_the_claims_of_the_one_pass_page_hold_in_the_results():
     cells = json.loads((ROOT / "benchmarks" / "results" / "peers_cpu.json").read_text())["cells"]
     for ours in (c for c in cells if c["method"] == "ours"):

@@ -486,7 +486,8 @@ def _rows(out: Path | None, command: str, device: str, benchmark: str) -> Rows:
     from .lab.record import Rows
 
     try:
-        return Rows(out or Path(f"runs/bench/{command}-{device}.json"), benchmark, torch.device(device))
+        path = out or Path(f"runs/bench/{command}-{device}.json")
+        return Rows(path, f"invariant-adam bench {command}", benchmark, torch.device(device))
     except ValueError as error:
         _fail(error)
 

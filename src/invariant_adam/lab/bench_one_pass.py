@@ -159,7 +159,8 @@ class Update:
             self.run = torch.compile(self.model, dynamic=False)
         self.optimizer: torch.optim.Optimizer
         if method in ("plain", "accumulate"):
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+            fused = case.device != "meta"  # where only operations are counted
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
         else:
             self.optimizer = ia.InvariantAdam(
                 self.model.parameters(), lr=1e-4, weight_decay=0.01, micro_batch_size=case.micro_batch

@@ -98,9 +98,9 @@ class Rows:
     same settings and code is not measured again; one of other code is replaced.
     """
 
-    def __init__(self, path: Path, benchmark: str, device: torch.device) -> None:
+    def __init__(self, path: Path, command: str, benchmark: str, device: torch.device) -> None:
         self.path = path
-        self.head = {"benchmark": benchmark, **environment(device)}
+        self.head = {"benchmark": benchmark, "command": command, **environment(device)}
         self.code = source_digest()
         self.rows: list[dict[str, Any]] = []
         self.new: list[dict[str, Any]] = []
