@@ -74,7 +74,8 @@ def measured(*names):
 
 
 def source(name, result):
-    threads = f", {result['threads']} threads" if "threads" in result else ""
+    count = result.get("threads")
+    threads = f", {count} thread{'s' if count > 1 else ''}" if count else ""
     return f"{result['device']}{threads}, torch {result['torch']}; `{result['command']}`, kept as `{name}.json`."
 
 
