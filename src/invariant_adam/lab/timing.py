@@ -107,9 +107,10 @@ def captured(work: Work) -> Work:
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measure the bandwidth of a copy and the rate of a square product of `dtype`."""
     gpu = device.type == "cuda"
-    source, target = (torch.ones(2**30 if gpu else 2**24, device=device) for _ in range(2))
+    source, target = (torch.randn(2**30 if gpu else 2**24, device=device) for _ in range(2))
     side = 8192 if gpu else 1024
-    a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    # Random numbers: constants switch fewer bits, and a chip that is bound by power runs faster on them.
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     work: dict[str, Callable[[], Tensor]] = {"copy": lambda: target.copy_(source), "gemm": lambda: a @ b}
     taken = interleaved(work, device, rounds=7, warmup=2, round_ms=20.0 if gpu else 0.0)
     return Ceilings(8 * source.numel() / taken["copy"].ms / 1e9, 2 * side**3 / taken["gemm"].ms / 1e9)
