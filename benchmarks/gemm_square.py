@@ -18,7 +18,7 @@ import torch
 import triton
 
 import invariant_adam
-from invariant_adam.kernels.gemm_square_triton import Config, choose, gemm_square
+from invariant_adam.kernels.gemm_square_triton import candidates, choose, gemm_square
 from invariant_adam.lab import timing
 
 # rows in all, rows per group, o, i
@@ -27,10 +27,6 @@ SHAPES = [
     (32768, 1024, 50304, 768), (16384, 1024, 4096, 4096), (16384, 1024, 11008, 4096),
     (32768, 256, 3072, 768), (32768, 128, 3072, 768), (50432, 1576, 768, 768), (50432, 1576, 3072, 768),
 ]  # fmt: skip
-CONFIGS = [
-    Config(stages=stages, band=band, split=split) for stages in (4, 5) for band in (4, 8) for split in (False, True)
-]
-CONFIGS += [Config(bk=128, stages=3), Config(bm=64, bk=64, warps=4), Config(bn=64, warps=4)]
 
 
 def timed(work, repeats):
@@ -62,7 +58,7 @@ def main():
         flat_g, flat_x = G.view(-1, o), X.view(-1, i)
         work = {"plain": lambda g=flat_g, x=flat_x: g.t() @ x}
         if args.tune:
-            for config in CONFIGS:
+            for config in candidates(o, i, r, G.dtype):
                 try:
                     gemm_square(G, X, config=config)
                 except Exception as problem:  # a configuration may not fit the chip

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import tuning
 from .adam_triton import LIMIT
 
 
@@ -160,7 +161,15 @@ def gemm_square(
     c = None if c is None else c.to(torch.float32)
     kappa, rows, m = G.shape
     n = X.shape[2]
-    config = config or choose(m, n, rows, G.dtype)
+    if config is None:
+        config = tuning.best(
+            "gemm_square",
+            (m, n, rows, kappa, str(G.dtype)),
+            G.device,
+            choose(m, n, rows, G.dtype),
+            lambda: candidates(m, n, rows, G.dtype),
+            lambda config: gemm_square(G, X, c, config=config),
+        )
     tiles = triton.cdiv(m, config.bm) * triton.cdiv(n, config.bn)
     cut = _cut(tiles, kappa, rows, G.device) if config.split else None
     partial = arrived = table = None
@@ -205,11 +214,21 @@ def _(G: Tensor, X: Tensor, c: Optional[Tensor]) -> tuple[Tensor, Tensor]:  # no
 
 
 def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
-    """The configuration for a shape: the measured best of `benchmarks/gemm_square.py --tune`."""
+    """The configuration for a shape: mostly the measured best of `benchmarks/gemm_square.py --tune`."""
     bk = 64 if rows >= 64 else 32 if rows >= 32 else 16
     if dtype == torch.float32:
         bk = min(bk, 32)
-    return Config(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk)
+    few = m * n <= 128 * 128 * 144  # about as many tiles as multiprocessors: a deeper pipeline is worth its memory
+    return Config(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk, stages=5 if few else 4)
+
+
+def candidates(m: int, n: int, rows: int, dtype: torch.dtype) -> list[Config]:
+    """What else may be best for a shape."""
+    base = choose(m, n, rows, dtype)
+    found = [base._replace(stages=s, band=b, split=cut) for s in (4, 5) for b in (4, 8, 16) for cut in (False, True)]
+    if rows >= 128 and dtype != torch.float32:
+        found.append(base._replace(bk=128, stages=3))
+    return found
 
 
 class Cut(NamedTuple):

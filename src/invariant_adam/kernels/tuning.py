@@ -1,0 +1,132 @@
+"""Which configuration a kernel runs with: one that was measured on this machine, else the kernel's own choice.
+
+With `INVARIANT_ADAM_TUNE=1` in the environment, the first use of each shape times the kernel's candidates (some seconds
+a shape, most of them compiling) and keeps the best on disk, by GPU and Triton version; later processes find it there
+with or without the variable. `INVARIANT_ADAM_CACHE` names another folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+C = TypeVar("C", bound=NamedTuple)
+Shape = tuple[int | str, ...]
+
+
+def best(
+    kernel: str,
+    shape: Shape,
+    device: torch.device,
+    choice: C,
+    candidates: Callable[[], Sequence[C]],
+    run: Callable[[C], Any],
+    timer: Callable[[Callable[[], Any]], float] | None = None,
+) -> C:
+    """Return the configuration of `kernel` for `shape`: the one measured best here, else `choice`.
+
+    Args:
+        kernel: its name on disk.
+        shape: what the best configuration depends on.
+        device: where it runs.
+        choice: the kernel's own.
+        candidates: what else to try.
+        run: runs the kernel with a configuration, leaving nothing behind.
+        timer: returns the time of a function; Triton's own by default.
+    """
+    if device.type != "cuda" and timer is None:
+        return choice
+    kept = _load(_file(device))
+    known = kept.get(kernel, {}).get(_key(shape))
+    if known is not None and len(known) == len(choice):
+        return type(choice)(*known)
+    if os.environ.get("INVARIANT_ADAM_TUNE", "0") in ("", "0") or _capturing(device):
+        return choice
+    found = _fastest([choice, *candidates()], run, timer or _milliseconds)
+    _keep(_file(device), kernel, _key(shape), list(found))
+    return found
+
+
+def _fastest(configs: Sequence[C], run: Callable[[C], Any], timer: Callable[[Callable[[], Any]], float]) -> C:
+    times: dict[C, float] = {}
+    for config in dict.fromkeys(configs):
+        try:
+            times[config] = timer(lambda config=config: run(config))  # type: ignore[misc]
+        except Exception as problem:  # too large for this chip's registers or shared memory
+            if config == configs[0]:
+                raise
+            _reject(problem)
+    return min(times, key=times.__getitem__)
+
+
+def _reject(problem: Exception) -> None:
+    """Let pass what says that a configuration does not fit; anything else is a fault."""
+    if "CUDA error" in str(problem):
+        raise problem
+
+
+def _milliseconds(function: Callable[[], Any]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=10, rep=40, return_mode="median"))
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _key(shape: Shape) -> str:
+    return " ".join(map(str, shape))
+
+
+def folder() -> Path:
+    """Return where configurations are kept."""
+    chosen = os.environ.get("INVARIANT_ADAM_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "invariant_adam"
+
+
+@cache
+def _machine(device: torch.device) -> str:
+    import triton
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{name} triton {triton.__version__}")
+
+
+def _file(device: torch.device) -> Path:
+    return folder() / f"tuned-{_machine(device)}.json"
+
+
+@cache
+def _load(file: Path) -> dict[str, dict[str, list[Any]]]:
+    """What the file holds; nothing where it is not there or is damaged: it only saves time."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _keep(file: Path, kernel: str, key: str, config: list[Any]) -> None:
+    """Add one configuration, beside what other processes have added meanwhile; the file is whole at any time."""
+    _load(file).setdefault(kernel, {})[key] = config
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        merged = _load.__wrapped__(file)
+        for name, configs in _load(file).items():
+            merged.setdefault(name, {}).update(configs)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as aside:
+            json.dump(merged, aside, indent=1, sort_keys=True)
+        os.replace(aside.name, file)
+    except OSError:
+        return  # a folder that cannot be written: tuned again next time
