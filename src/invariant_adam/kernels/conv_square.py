@@ -3,17 +3,21 @@
 G (κ, m, O, *out) and X (κ, m, C, *in) are output gradients and inputs of κ groups of m images. A
 convolution's weight gradient over separate groups is one convolution with κ times the channel
 groups, so the library's kernel serves every stride, padding, dilation, grouping and transposition.
+
+On a GPU, 2-d convolutions take their Triton twin, and those of one tap are products of matrices.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .gemm_square import wide
+from .gemm_square import gemm_square, wide
 
 
 class Geometry(NamedTuple):
@@ -26,6 +30,7 @@ class Geometry(NamedTuple):
     transposed: bool
     output_padding: tuple[int, ...]
     groups: int
+    channels_last: bool = False  # whether the weight lies so in memory
 
 
 def conv_backward(
@@ -61,9 +66,49 @@ def conv_groups(G: Tensor, X: Tensor, geo: Geometry) -> Tensor:
     return conv_backward(g, x, weight, wide_geo, [False, True, False])[1].view(kappa, *geo.weight)
 
 
+# The Triton twin, where there is a GPU for it; a constant, so that compiled code need not ask.
+fused: ModuleType | None = None
+if torch.cuda.is_available():
+    with contextlib.suppress(ImportError):
+        from . import conv_square_triton as fused
+
+
+def takes_fused(G: Tensor, X: Tensor, geo: Geometry) -> bool:
+    """Whether the Triton twin serves; one group is the library's, whose gradient is then squared."""
+    return fused is not None and G.is_cuda and G.shape[0] > 1 and fused.serves(G, X, geo)
+
+
+def is_pointwise(geo: Geometry) -> bool:
+    """Whether this is a product of matrices: one tap, no padding, all channels."""
+    one_tap = all(size == 1 for size in geo.weight[2:]) and not any(geo.padding)
+    return one_tap and geo.groups == 1 and not geo.transposed
+
+
+def pointwise(G: Tensor, X: Tensor, geo: Geometry) -> tuple[Tensor, Tensor]:
+    """The operands of `gemm_square` for a convolution of one tap: G (κ, R, O), X (κ, R, I), channels last."""
+    for axis, (stride, size) in enumerate(zip(geo.stride, G.shape[3:], strict=True)):
+        if stride > 1:
+            X = X.narrow(axis + 3, 0, (size - 1) * stride + 1)[
+                (slice(None),) * (axis + 3) + (slice(None, None, stride),)
+            ]
+    return tuple(t.movedim(2, -1).flatten(1, -2) for t in (G, X))  # type: ignore[return-value]
+
+
 def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """dW and S, each of the weight's shape; one group's weight gradient alive at a time."""
+    """dW and S, each of the weight's shape."""
     X = X.to(G.dtype)
+    if fused is not None and takes_fused(G, X, geo):
+        if is_pointwise(geo):
+            dW, S = gemm_square(*pointwise(G, X, geo), c)
+            return dW.view(geo.weight), S.view(geo.weight)
+        shape, *taps = [list(sizes) for sizes in geo[:4]]
+        dW, S = fused.conv_square_op(G, X, c, shape, *taps, geo.groups, geo.channels_last)
+        return dW, S
+    return _one_by_one(G, X, geo, c)
+
+
+def _one_by_one(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> tuple[Tensor, Tensor]:
+    """By the library, one group's weight gradient alive at a time."""
     acc = wide(G.dtype)
     kappa = G.shape[0]
     compiling = torch.compiler.is_compiling()

@@ -41,9 +41,10 @@ def deliver(
     if handle.grouped:
         shares = [each(*args) for args in parts]
         return None, shares[0] if len(shares) == 1 else torch.cat(shares)
-    if handle.into and both is gemm_square and len(groups.parts) == 1:
-        ((G, X),) = parts
-        return None, into.products(handle, G, X, groups.c)
+    if handle.into and both in (gemm_square, conv_square) and len(groups.parts) == 1:
+        (args,) = parts
+        hand: Callable[..., Any] = into.products if both is gemm_square else into.convolution
+        return None, hand(handle, *args, groups.c)
     if not handle.into:
         handle.arrive()
     dW: Any = None
@@ -239,7 +240,7 @@ class Conv(Function):
         Gs = groups.stack(g, 0)
         if ctx.hw is not None and ctx.needs_input_grad[2]:
             args = [(G, X, geo) for G, X in zip(Gs, groups.stack(x, 0), strict=True)]
-            dW, S = deliver(groups, ctx.hw, args, lambda G, X, geo, c: conv_square(G, X, geo, c), conv_groups)
+            dW, S = deliver(groups, ctx.hw, args, conv_square, conv_groups)
         if ctx.hb is not None and ctx.needs_input_grad[4]:
             db, Sb = deliver_sums(groups, ctx.hb, [G.flatten(3).sum((1, 3)) for G in Gs])
         return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 4

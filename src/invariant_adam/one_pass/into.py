@@ -1,9 +1,9 @@
 """`one_pass(..., into=opt)`: gradients and squares go into the moments as they are made, and are never left in memory.
 
 A parameter used by one layer gets its pair in that layer's backward. Instead of returning it, the Function hands it
-to the optimizer here: a linear layer's product folds itself into m and v, tile by tile; other pairs are folded whole,
-one at a time. Parameters that are shared, reshaped or met by an operation without a rule take the ordinary way, by
-`pair.put`.
+to the optimizer here: the product of a linear layer or a 2-d convolution folds itself into m and v, tile by tile; other
+pairs are folded whole, one at a time. Parameters that are shared, reshaped or met by an operation without a rule take
+the ordinary way, by `pair.put`.
 
 A compiled graph keeps only what it returns. There the handover is an operator whose result, a number without
 meaning, is the "gradient" of a leaf of no dimension, the ticket.
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
+from ..kernels import conv_square as convolutions
 from ..kernels import gemm_square as kernels
+from ..kernels.conv_square import Geometry
 from . import pair
 from .groups import UnsupportedUse
 from .handles import Entry, Handle
@@ -50,14 +52,31 @@ class Sink:
 
     def products(self, key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         """Fold the weight gradient and square of a linear layer, from what `gemm_square` makes them of."""
+        self._products(self._claim(key), G, X, c)
+
+    def convolution(self, key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> None:
+        """Fold the weight gradient and square of a convolution, from what `conv_square` makes them of."""
         entry = self._claim(key)
+        X = X.to(G.dtype)
+        fused = convolutions.fused
+        if fused is not None and convolutions.takes_fused(G, X, geo) and not fused.is_depthwise(geo):
+            if convolutions.is_pointwise(geo):
+                return self._products(entry, *convolutions.pointwise(G, X, geo), c)
+            target = self.optimizer._target(entry.param, self.kappa, self.scale)
+            if target is not None:
+                fused.conv_square(G, X, geo, c, into=target)
+                return None
+        return self._hand(entry, *convolutions.conv_square(G, X, geo, c))
+
+    def _products(self, entry: Entry, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         fused = kernels.fused
         if fused is not None and kernels.takes_fused(G) and entry.param.is_contiguous():
             target = self.optimizer._target(entry.param, self.kappa, self.scale)
             if target is not None:
                 fused.gemm_square(G, X.to(G.dtype), c, into=target)
                 return
-        self._hand(entry, *kernels.gemm_square(G, X, c))
+        dW, S = kernels.gemm_square(G, X, c)
+        self._hand(entry, dW.view(entry.param.shape), S.view(entry.param.shape))
 
     def pair(self, key: int, dW: Tensor, S: Tensor) -> None:
         """Fold a pair that is made."""
@@ -87,6 +106,16 @@ def products(handle: Handle, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
     return _open().products(key, G, X, c)
 
 
+def convolution(handle: Handle, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> Any:
+    """Hand over a convolution's pair by its operands; what is returned is the gradient of the ticket."""
+    key = _key(handle)
+    if torch.compiler.is_compiling():
+        sizes = [list(part) for part in (geo.weight, geo.stride, geo.padding, geo.dilation, geo.output_padding)]
+        flags = geo.transposed, geo.channels_last
+        return torch.ops.invariant_adam.into_convolution(G, X, c, *sizes, geo.groups, *flags, key)
+    return _open().convolution(key, G, X, geo, c)
+
+
 def give(handle: Handle, dW: Tensor, S: Tensor) -> Any:
     """Hand over a pair; what is returned is the gradient of the ticket."""
     key = _key(handle)
@@ -112,6 +141,27 @@ def _into_products(G: Tensor, X: Tensor, c: Optional[Tensor], key: int) -> Tenso
     return _ticket(G)
 
 
+@torch.library.custom_op("invariant_adam::into_convolution", mutates_args=())
+def _into_convolution(
+    G: Tensor,
+    X: Tensor,
+    c: Optional[Tensor],  # noqa: UP045
+    weight: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_padding: list[int],
+    groups: int,
+    transposed: bool,
+    channels_last: bool,
+    key: int,
+) -> Tensor:
+    sizes = (tuple(weight), tuple(stride), tuple(padding), tuple(dilation))
+    geo = Geometry(*sizes, transposed, tuple(output_padding), groups, channels_last)
+    _open().convolution(key, G, X, geo, c)
+    return _ticket(G)
+
+
 @torch.library.custom_op("invariant_adam::into_pair", mutates_args=())
 def _into_pair(dW: Tensor, S: Tensor, key: int) -> Tensor:
     if S.numel() < 1 << 16:  # small ones may wait, and the graph takes its memory back
@@ -122,6 +172,24 @@ def _into_pair(dW: Tensor, S: Tensor, key: int) -> Tensor:
 
 @_into_products.register_fake
 def _(G: Tensor, X: Tensor, c: Optional[Tensor], key: int) -> Tensor:  # noqa: UP045
+    return G.new_empty((), dtype=torch.float32)
+
+
+@_into_convolution.register_fake
+def _(
+    G: Tensor,
+    X: Tensor,
+    c: Optional[Tensor],  # noqa: UP045
+    weight: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_padding: list[int],
+    groups: int,
+    transposed: bool,
+    channels_last: bool,
+    key: int,
+) -> Tensor:
     return G.new_empty((), dtype=torch.float32)
 
 

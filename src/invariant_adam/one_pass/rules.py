@@ -162,6 +162,7 @@ def _convolve(
         transposed,
         _sizes(output_padding, n),
         groups,
+        n == 2 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous(),
     )
     return Conv.apply(x, w, tag_w, b, tag_b, engine.groups, geo, hw, hb)
 

@@ -1,0 +1,154 @@
+"""Time of `conv_square` over that of the plain weight gradient (one library call), layer by layer, on a GPU.
+
+    PYTHONPATH=src python benchmarks/conv_square.py --json benchmarks/results/conv_square_h200.json
+
+ResNet-18 on 32×32 (B=800, M=25) and ResNet-50 on 224×224 (B=64, M=8), bfloat16, channels last, random operands, the
+cache flushed before each run, medians. Errors are checked against the library's gradients of the groups. `--tune` times
+the candidates of each layer instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+
+import invariant_adam
+from invariant_adam.kernels import conv_square_triton as fused
+from invariant_adam.kernels.conv_square import Geometry, conv_backward, conv_square, is_pointwise
+from invariant_adam.lab import timing
+
+# times, input channels, output channels, input pixels a side, kernel, stride
+RESNET18 = [
+    (1, 3, 64, 32, 3, 1), (4, 64, 64, 32, 3, 1),
+    (1, 64, 128, 32, 3, 2), (3, 128, 128, 16, 3, 1), (1, 64, 128, 32, 1, 2),
+    (1, 128, 256, 16, 3, 2), (3, 256, 256, 8, 3, 1), (1, 128, 256, 16, 1, 2),
+    (1, 256, 512, 8, 3, 2), (3, 512, 512, 4, 3, 1), (1, 256, 512, 8, 1, 2),
+]  # fmt: skip
+RESNET50 = [
+    (1, 3, 64, 224, 7, 2),
+    (1, 64, 64, 56, 1, 1), (3, 64, 64, 56, 3, 1), (4, 64, 256, 56, 1, 1), (2, 256, 64, 56, 1, 1),
+    (1, 256, 128, 56, 1, 1), (1, 128, 128, 56, 3, 2), (3, 128, 128, 28, 3, 1), (4, 128, 512, 28, 1, 1),
+    (3, 512, 128, 28, 1, 1), (1, 256, 512, 56, 1, 2),
+    (1, 512, 256, 28, 1, 1), (1, 256, 256, 28, 3, 2), (5, 256, 256, 14, 3, 1), (6, 256, 1024, 14, 1, 1),
+    (5, 1024, 256, 14, 1, 1), (1, 512, 1024, 28, 1, 2),
+    (1, 1024, 512, 14, 1, 1), (1, 512, 512, 14, 3, 2), (2, 512, 512, 7, 3, 1), (3, 512, 2048, 7, 1, 1),
+    (2, 2048, 512, 7, 1, 1), (1, 1024, 2048, 14, 1, 2),
+]  # fmt: skip
+MODELS = {"resnet18": (RESNET18, 800, 25), "resnet50": (RESNET50, 64, 8)}
+
+
+def timed(work, repeats):
+    """Milliseconds of each piece of work as a CUDA graph on a cold cache: medians."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    graphs = {name: timing.captured(function) for name, function in work.items()}
+    times = {name: [] for name in work}
+    for _ in range(repeats):
+        for name, replay in graphs.items():
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            times[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(b.elapsed_time(e) for b, e in found) for name, found in times.items()}
+
+
+def random(*shape):
+    t = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+
+
+def layer(batch, micro, inner, out, pixels, kernel, stride):
+    """G and X of a layer, whole, and its geometry."""
+    pad = kernel // 2
+    side = (pixels + 2 * pad - kernel) // stride + 1
+    geo = Geometry((out, inner, kernel, kernel), (stride,) * 2, (pad,) * 2, (1, 1), False, (0, 0), 1, True)
+    return random(batch, out, side, side), random(batch, inner, pixels, pixels), geo
+
+
+def error(G, X, geo, D, S):
+    """Relative errors against the library's gradients of the groups, whose outputs are bfloat16."""
+    weight = torch.empty(geo.weight, device="cuda", dtype=G.dtype)
+    want_d, want_s = torch.zeros_like(D), torch.zeros_like(S)
+    for g, x in zip(G, X, strict=True):
+        each = conv_backward(g, x, weight, geo, [False, True, False])[1].float()
+        want_d += each
+        want_s += each.square()
+    return [float(f"{((a - b).norm() / b.norm()).item():.1e}") for a, b in ((D, want_d), (S, want_s))]
+
+
+def convolutions(model, tune):
+    """Rows of one network: each layer's time over the library's, and all of them."""
+    layers, batch, micro = MODELS[model]
+    rows, plain_all, ours_all = [], 0.0, 0.0
+    for times, *shape in layers:
+        g, x, geo = layer(batch, micro, *shape)
+        G, X = (t.unflatten(0, (batch // micro, micro)) for t in (g, x))
+        weight = random(*geo.weight)
+        tuned = tune and not is_pointwise(geo)
+        work = {
+            "plain": partial(conv_backward, g, x, weight, geo, [False, True, False]),
+            "ours": partial(conv_square, G, X, geo),
+        }
+        if tuned:
+            del work["ours"]
+            positions = micro * g.shape[2] * g.shape[3]
+            for config in dict.fromkeys(fused.candidates(geo.weight[0], geo.weight[1], positions, g.dtype)):
+                work[config] = partial(fused.conv_square, G, X, geo, config=config)
+                try:
+                    work[config]()
+                except Exception as problem:  # a configuration may not fit the chip
+                    print(config, type(problem).__name__, str(problem)[:80])
+                    del work[config]
+        ms = timed(work, 11)
+        plain = ms.pop("plain")
+        best = sorted(ms.items(), key=lambda item: item[1])
+        wrong = error(G, X, geo, *conv_square(G, X, geo))
+        assert max(wrong) < 1e-2, (shape, wrong)
+        plain_all, ours_all = plain_all + times * plain, ours_all + times * best[0][1]
+        row = {
+            "model": model, "times": times, "inner": shape[0], "out": shape[1], "pixels": shape[2],
+            "kernel": shape[3], "stride": shape[4], "plain_ms": round(plain, 4),
+            "plain_tflops": round(2 * g.numel() * geo.weight[1] * shape[3] ** 2 / plain / 1e9, 1),
+            "ratio": round(best[0][1] / plain, 3), "error": wrong,
+        }  # fmt: skip
+        if tuned:
+            row["best"] = [(tuple(config), round(t / plain, 3)) for config, t in best[:4]]
+        print(row, flush=True)
+        rows.append(row)
+    rows.append({"model": model, "all_plain_ms": round(plain_all, 3), "ratio": round(ours_all / plain_all, 3)})
+    print(rows[-1], flush=True)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="one network only")
+    parser.add_argument("--tune", action="store_true", help="time the candidates of each layer")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    args = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    rows = [row for model in ([args.model] if args.model else MODELS) for row in convolutions(model, args.tune)]
+    if args.json:
+        result = {
+            "benchmark": "conv_square over the plain weight gradient, bfloat16, channels last",
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+            "python": platform.python_version(), "invariant_adam": invariant_adam.__version__,
+            "date": date.today().isoformat(), "rows": rows,
+        }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The fused weight gradient of convolutions and its square against float64, on the GPU or interpreted on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import invariant_adam as ia
+from invariant_adam.kernels import conv_square as kernels
+from invariant_adam.kernels.conv_square import Geometry, conv_backward
+
+twin = pytest.importorskip("invariant_adam.kernels.conv_square_triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+TOLERANCE = {torch.float16: 1e-2, torch.float32: 1e-5}
+if DEVICE == "cuda":  # the interpreter multiplies bfloat16 as the integers it keeps them in
+    TOLERANCE[torch.bfloat16] = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32():
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def operands(geo, kappa, images, size, dtype=torch.float32, channels_last=True):
+    """Random G and X of a convolution, as κ groups of images."""
+    out = [
+        (s + 2 * p - d * (k - 1) - 1) // t + 1
+        for s, p, d, k, t in zip(size, geo.padding, geo.dilation, geo.weight[2:], geo.stride, strict=True)
+    ]
+    shapes = ((geo.weight[0], *out), (geo.weight[1] * geo.groups, *size))
+    format = torch.channels_last if channels_last else torch.contiguous_format
+    return [
+        torch.randn(kappa * images, *shape).to(DEVICE, dtype).contiguous(memory_format=format).unflatten(0, (kappa, -1))
+        for shape in shapes
+    ]
+
+
+def expected(G, X, geo, c=None):
+    each = []
+    weight = torch.empty(geo.weight, dtype=torch.float64, device=DEVICE)
+    for g, x in zip(G.double(), X.double(), strict=True):
+        each.append(conv_backward(g, x, weight, geo, [False, True, False])[1])
+    each = torch.stack(each)
+    scale = 1 if c is None else c.double()[:, None, None, None, None]
+    return each.sum(0), (scale * each.square()).sum(0)
+
+
+def close(got, want, tolerance):
+    return all((g.double() - w).norm() <= tolerance * w.norm() for g, w in zip(got, want, strict=True))
+
+
+def geometry(weight, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, channels_last=False):
+    return Geometry(weight, stride, padding, dilation, False, (0, 0), groups, channels_last)
+
+
+GEOMETRIES = [
+    geometry((8, 8, 3, 3)),
+    geometry((72, 64, 3, 3), channels_last=True),
+    geometry((17, 5, 3, 2), (2, 1), (1, 0), (1, 2)),
+    geometry((24, 72, 1, 1), (2, 2), (0, 0)),
+    geometry((16, 3, 5, 5), (2, 2), (2, 2)),
+    geometry((24, 4, 3, 3), (1, 1), (1, 1), (2, 2), groups=3),
+    geometry((9, 1, 3, 3), (2, 2), groups=9, channels_last=True),
+    geometry((12, 1, 3, 5), (1, 2), (2, 1), groups=6),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("geo", GEOMETRIES, ids=lambda g: "-".join(map(str, g.weight)))
+@pytest.mark.parametrize(("weighted", "size"), [(False, (9, 7)), (True, (6, 8))])
+def test_gradient_and_square(monkeypatch, geo, weighted, size, dtype):
+    kappa = 3
+    G, X = operands(geo, kappa, 2, size, dtype, channels_last=not weighted)
+    c = torch.rand(kappa, dtype=torch.float64).to(DEVICE) if weighted else None
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: plain(*a, **k).fill_(torch.nan))  # what is not written shows
+    D, S = twin.conv_square(G, X, geo, c)
+    monkeypatch.undo()
+    assert D.dtype == S.dtype == torch.float32
+    assert D.is_contiguous(memory_format=torch.channels_last if geo.channels_last else torch.contiguous_format)
+    assert close((D, S), expected(G, X, geo, c), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_tf32_by_the_switch_of_convolutions():
+    torch.backends.cudnn.allow_tf32 = True
+    geo = geometry((128, 128, 3, 3))
+    G, X = operands(geo, 4, 8, (16, 16))
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        want = expected(G, X, geo)
+    assert close(twin.conv_square(G, X, geo), want, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("out", "inner"), [(64, 64), (128, 64), (256, 128), (64, 3)])
+def test_every_candidate_is_right(out, inner, stride):
+    """A configuration that a compiler gets wrong must not be offered."""
+    geo = geometry((out, inner, 3, 3), (stride, stride))
+    G, X = operands(geo, 4, 25, (16, 16), torch.bfloat16)
+    want = expected(G, X, geo)
+    for config in twin.candidates(out, inner, 25 * G.shape[3] ** 2, G.dtype):
+        assert close(twin.conv_square(G, X, geo, config=config), want, 1e-2), config
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 5])
+def test_pieces_add_up_to_the_whole_tile(pieces):
+    geo = geometry((40, 20, 3, 3))
+    G, X = operands(geo, 5, 1, (5, 5))
+    config = twin.choose(40, 20, 25, G.dtype)._replace(pieces=pieces)
+    first, again = (twin.conv_square(G, X, geo, config=config) for _ in range(2))
+    assert close(first, expected(G, X, geo), 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@given(
+    st.integers(1, 500), st.integers(1, 64), st.integers(1, 30000), st.sampled_from([(64, 64), (64, 128), (128, 128)])
+)
+def test_a_division_covers_all_groups(tiles, kappa, rows, shape):
+    whole, size = twin.divide(tiles, kappa, rows, twin.Config(*shape), 132)
+    assert 0 <= whole <= tiles
+    assert 1 <= size <= kappa
+    assert (whole == tiles) == (size == kappa)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_folds_into_moments(pieces, channels_last):
+    geo = geometry((20, 8, 3, 3))
+    G, X = operands(geo, 4, 2, (6, 6))
+    X[2, 0, 3] = torch.nan  # a channel of the gradient: left out of both moments, and counted
+    format = torch.channels_last if channels_last else torch.contiguous_format
+    m, v = (torch.rand(geo.weight).to(DEVICE).contiguous(memory_format=format) for _ in range(2))
+    keep, gain, count = (0.9, 0.99), (-0.5, 0.25), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    want = [
+        a * old.double() + b * torch.nan_to_num(new, nan=0.0)
+        for a, b, old, new in zip(keep, gain, (m, v), expected(G, X, geo), strict=True)
+    ]
+    config = twin.choose(20, 8, 72, G.dtype)._replace(pieces=pieces)
+    twin.conv_square(G, X, geo, into=twin.Into(m, v, keep, gain, count), config=config)
+    assert close((m, v), want, 1e-5)
+    assert count.item() == 20 * 9
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_one_pass(monkeypatch, compiled):
+    """The kernels in a network, their pairs left and folded as they are made, against the loop."""
+    monkeypatch.setattr(kernels, "fused", twin)
+    monkeypatch.setattr(kernels, "takes_fused", lambda G, X, geo: G.shape[0] > 1 and twin.serves(G, X, geo))
+    folded = []
+    plain = twin.conv_square
+    monkeypatch.setattr(twin, "conv_square", lambda *a, **k: folded.append(k.get("into")) or plain(*a, **k))
+    torch.manual_seed(0)
+    first = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 6, 1), nn.Flatten(1)
+    )
+    first = first.to(DEVICE).to(memory_format=torch.channels_last)
+    models = [first, copy.deepcopy(first), copy.deepcopy(first)]
+    opts = [ia.InvariantAdam(m.parameters(), lr=0.01, eps=1e-4, micro_batch_size=2) for m in models]
+    runs = [torch.compile(m, backend="aot_eager") if compiled else m for m in models]
+    for size in (6, 6) if compiled else (6, 5):
+        x = torch.randn(size, 3, 9, 9).to(DEVICE).contiguous(memory_format=torch.channels_last)
+        for run, into in ((runs[0], {}), (runs[1], {"into": opts[1]})):
+            with ia.one_pass(run, 2, **into):
+                run(x).square().mean().backward()
+        for part in x.split(2):
+            with opts[2].ragged(len(part)):
+                models[2](part).square().mean().backward()
+        for opt in opts:
+            opt.step()
+    assert any(into is not None for into in folded)
+    for other, opt in zip(models[:2], opts, strict=False):
+        for p, q in zip(other.parameters(), models[2].parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(opt.state[p][key], opts[2].state[q][key], rtol=1e-4, atol=1e-7)
