@@ -1,10 +1,10 @@
-"""Time of `conv_square` over that of the plain weight gradient (one library call), layer by layer, on a GPU.
+"""Time of `conv_square` and ghost batch norm over that of the plain library calls, layer by layer, on a GPU.
 
     PYTHONPATH=src python benchmarks/conv_square.py --json benchmarks/results/conv_square_h200.json
 
 ResNet-18 on 32×32 (B=800, M=25) and ResNet-50 on 224×224 (B=64, M=8), bfloat16, channels last, random operands, the
-cache flushed before each run, medians. Errors are checked against the library's gradients of the groups. `--tune` times
-the candidates of each layer instead.
+cache flushed before each run, medians. Batch norm is timed forward and backward. Errors are checked against the
+library's gradients of the groups. `--tune` times the candidates of each convolution instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch
 import triton
 
 import invariant_adam
+from invariant_adam.kernels import batch_norm_triton as norm
 from invariant_adam.kernels import conv_square_triton as fused
+from invariant_adam.kernels.batch_norm import running
 from invariant_adam.kernels.conv_square import Geometry, conv_backward, conv_square, is_pointwise
 from invariant_adam.lab import timing
 
@@ -43,6 +45,14 @@ RESNET50 = [
     (2, 2048, 512, 7, 1, 1), (1, 1024, 2048, 14, 1, 2),
 ]  # fmt: skip
 MODELS = {"resnet18": (RESNET18, 800, 25), "resnet50": (RESNET50, 64, 8)}
+# times, channels, pixels a side
+NORMS = {
+    "resnet18": [(5, 64, 32), (5, 128, 16), (5, 256, 8), (5, 512, 4)],
+    "resnet50": [
+        (1, 64, 112), (6, 64, 56), (4, 256, 56), (1, 128, 56), (7, 128, 28), (5, 512, 28),
+        (1, 256, 28), (11, 256, 14), (7, 1024, 14), (1, 512, 14), (5, 512, 7), (4, 2048, 7),
+    ],
+}  # fmt: skip
 
 
 def timed(work, repeats):
@@ -130,6 +140,43 @@ def convolutions(model, tune):
     return rows
 
 
+def norms(model):
+    """Rows of one network's batch norms: forward and backward over the library's."""
+    _, batch, micro = MODELS[model]
+    kappa, rows, all_ms = batch // micro, [], {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
+    for times, channels, pixels in NORMS[model]:
+        x, g = (random(batch, channels, pixels, pixels) for _ in range(2))
+        w, b, mean, var = (torch.rand(channels, device="cuda") for _ in range(4))
+        how = running(0.1, kappa)
+        _, mu, r, reserve = torch.ops.aten.cudnn_batch_norm(x, w, b, mean, var, True, 0.1, 1e-5)
+        mus, rs = norm.statistics(x, kappa, 1e-5, None, None, *how)
+
+        def forward(x=x, w=w, b=b, mean=mean, var=var, how=how):
+            return norm.normalise(x, *norm.statistics(x, kappa, 1e-5, mean, var, *how), w, b)
+
+        ms = timed(
+            {
+                "forward": partial(torch.ops.aten.cudnn_batch_norm, x, w, b, mean, var, True, 0.1, 1e-5),
+                "ours forward": forward,
+                "backward": partial(torch.ops.aten.cudnn_batch_norm_backward, x, g, w, mean, var, mu, r, 1e-5, reserve),
+                "ours backward": partial(norm.backward, g, x, mus, rs, w, None),
+            },
+            11,
+        )
+        row = {"model": model, "times": times, "channels": channels, "pixels": pixels}
+        for way, total in all_ms.items():
+            row |= {f"{way}_ms": round(ms[way], 4), f"{way}_ratio": round(ms["ours " + way] / ms[way], 3)}
+            total[0] += times * ms[way]
+            total[1] += times * ms["ours " + way]
+        print(row, flush=True)
+        rows.append(row)
+    rows.append({"model": model, "norms": True})
+    for way, (plain, ours) in all_ms.items():
+        rows[-1] |= {f"all_{way}_ms": round(plain, 3), f"{way}_ratio": round(ours / plain, 3)}
+    print(rows[-1], flush=True)
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="one network only")
@@ -137,10 +184,13 @@ def main():
     parser.add_argument("--json", type=Path, help="write the result here")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    rows = [row for model in ([args.model] if args.model else MODELS) for row in convolutions(model, args.tune)]
+    models = [args.model] if args.model else list(MODELS)
+    rows = [row for model in models for row in convolutions(model, args.tune)]
+    if not args.tune:
+        rows += [row for model in models for row in norms(model)]
     if args.json:
         result = {
-            "benchmark": "conv_square over the plain weight gradient, bfloat16, channels last",
+            "benchmark": "conv_square and ghost batch norm over the library's calls, bfloat16, channels last",
             "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
             "python": platform.python_version(), "invariant_adam": invariant_adam.__version__,
             "date": date.today().isoformat(), "rows": rows,

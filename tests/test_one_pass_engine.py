@@ -468,7 +468,6 @@ def test_a_penalty_on_a_parameter_in_the_loss_is_refused_by_name() -> None:
 def test_refusals_name_the_parameter_and_the_remedy() -> None:
     x = torch.randn(B, 4)
     refused(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), x, match="SyncBatchNorm.*use BatchNorm")
-    refused(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), x, match="momentum=None")
     refused(nn.Embedding(5, 3, max_norm=1.0), torch.randint(5, (B, 2)), match="weight.*max_norm")
     refused(
         nn.Embedding(5, 3, scale_grad_by_freq=True),

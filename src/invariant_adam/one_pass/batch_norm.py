@@ -1,3 +1,5 @@
+# torch leaves Function.apply untyped:
+# mypy: disable-error-code="no-untyped-call,no-any-return"
 """Ghost batch norm: train-mode batch norm with the statistics of each micro-batch, as in the
 loop."""
 
@@ -7,53 +9,45 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..kernels import batch_norm as kernels
+from .functions import GhostNorm, join
 from .groups import Groups, UnsupportedUse
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-def ghost_normalise(
+def ghost_statistics(
     groups: Groups,
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     tracked: Tensor | None,
     momentum: float,
+    cumulative: bool,
     eps: float,
-) -> Tensor:
-    """x (B·r, C, *spatial) normalised per micro-batch and channel, running statistics updated κ
-    times.
-
-    κ updates r ← (1-α)r + α s_k in a row are r ← (1-α)^κ r + Σ_k α(1-α)^(κ-1-k) s_k.
-    """
-    channels = x.shape[1]
-    out = []
-    for xs in groups.stack(x, 0):
-        kappa, rows = xs.shape[:2]
-        folded = xs.transpose(0, 1).reshape(rows, kappa * channels, *x.shape[2:])
-        # Momentum 1 leaves the batch statistics themselves, the variance unbiased as in the
-        # running one.
-        dtype = x.dtype if running_mean is None else running_mean.dtype
-        mean = torch.zeros(kappa * channels, dtype=dtype, device=x.device)
-        var = torch.ones_like(mean)
-        y = F.batch_norm(folded, mean, var, None, None, True, 1.0, eps)
-        out.append(y.view(rows, kappa, *x.shape[1:]).transpose(0, 1))
-        if running_mean is not None and running_var is not None:
-            with torch.no_grad():
-                steps = torch.arange(kappa - 1, -1, -1, dtype=dtype, device=x.device)
-                weight = momentum * torch.pow(1 - momentum, steps)
-                keep = (1 - momentum) ** kappa
-                running_mean.mul_(keep).add_(weight @ mean.view(kappa, channels))
-                running_var.mul_(keep).add_(weight @ var.view(kappa, channels))
-    if tracked is not None:
-        with torch.no_grad():
+) -> tuple[Tensor, Tensor]:
+    """μ and r = 1/√(σ²+ε) (κ, C) of each micro-batch and channel of x; running statistics updated κ times."""
+    found = []
+    with torch.no_grad():
+        for part, xs in zip(groups.parts, groups.pieces(x.detach()), strict=True):
+            kappa = part.hi - part.lo
+            if xs.shape[0] * xs[0, 0].numel() == kappa:
+                raise ValueError(
+                    "Expected more than 1 value per channel in each micro-batch, for train-mode batch norm, got input "
+                    f"size {tuple(x.shape)} in {groups.kappa} micro-batches; take a larger micro_batch_size"
+                )
+            if cumulative and part.lo:  # the updates of the parts before have been counted in
+                momentum = 1 / (round(1 / momentum) + part.lo)
+            how = kernels.running(momentum, kappa, cumulative)
+            found.append(kernels.statistics(xs, kappa, eps, running_mean, running_var, how))
+        if tracked is not None:
             tracked.add_(groups.kappa - 1)  # the module itself has counted one
-    return groups.merge(out, 0)
+    means, rstds = zip(*found, strict=True)
+    return join(means), join(rstds)
 
 
 class Patch:
@@ -77,10 +71,10 @@ def patches(model: nn.Module, engine: Engine) -> Iterator[Patch]:
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm) or not (module.training or module.running_mean is None):
             continue
-        if module.training and module.momentum is None and module.track_running_stats:
-            raise UnsupportedUse(
-                f"{name} is a batch norm with momentum=None (a cumulative average over updates); set momentum"
-            )
+        for p in (module.weight, module.bias):
+            entry = engine.entries.get(id(p))
+            if entry is not None:
+                entry.tracked, entry.cumulative = module.num_batches_tracked, module.momentum is None
         if any(p is not None and p.requires_grad for p in (module.weight, module.bias)):
             continue
         if type(module).forward is not _BatchNorm.forward:
@@ -97,20 +91,21 @@ def _ghost_forward(module: _BatchNorm, engine: Engine) -> Callable[[Tensor], Ten
     def forward(x: Tensor) -> Tensor:
         if not engine.known or engine.single or not torch.is_grad_enabled():
             return plain(x)
+        momentum = module.momentum
         if module.num_batches_tracked is not None:
             with torch.no_grad():
                 module.num_batches_tracked.add_(1)
-        y = ghost_normalise(
+            momentum = 1.0 / float(module.num_batches_tracked) if momentum is None else momentum
+        mean, rstd = ghost_statistics(
             engine.groups,
             x,
             module.running_mean,
             module.running_var,
             module.num_batches_tracked,
-            module.momentum or 0.0,
+            momentum or 0.0,
+            module.momentum is None,
             module.eps,
         )
-        shape = (1, -1) + (1,) * (x.ndim - 2)
-        y = y if module.weight is None else y * module.weight.view(shape)
-        return y if module.bias is None else y + module.bias.view(shape)
+        return GhostNorm.apply(x, mean, rstd, module.weight, None, module.bias, None, engine.groups, None, None)
 
     return forward

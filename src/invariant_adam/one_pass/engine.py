@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from ..kernels.gemm_square import wide
@@ -80,9 +79,6 @@ class Engine:
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
             self.entries = seen
             self.checked.clear()
-            for module in model.modules():
-                if isinstance(module, _BatchNorm) and id(module.weight) in seen:
-                    seen[id(module.weight)].tracked = module.num_batches_tracked
         return list(seen.values())
 
     # What the rules ask.

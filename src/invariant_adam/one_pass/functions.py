@@ -14,7 +14,7 @@ There are no side effects in backward beyond counting arrivals, which compiled g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from ..kernels import batch_norm
 from ..kernels.conv_square import Geometry, conv_backward, conv_groups, conv_square
 from ..kernels.embedding_square import embedding_groups, embedding_square
 from ..kernels.gemm_square import gemm_groups, gemm_square, sum_square
@@ -68,6 +69,17 @@ def _same(t: Tensor) -> Tensor:
 def deliver_sums(groups: Groups, handle: Handle, sums: list[Tensor]) -> tuple[Tensor | None, Tensor]:
     """`deliver` for shares that are already formed, (groups, *w.shape) per part."""
     return deliver(groups, handle, [(t,) for t in sums], sum_square, _same)
+
+
+def deliver_made(handle: Handle, each: list[Tensor], pair: Tensor) -> tuple[Tensor | None, Tensor]:
+    """`deliver` for a pair (2, *w.shape) that a kernel has made, and the shares (groups, *w.shape) of each part."""
+    if handle.grouped:
+        return None, each[0] if len(each) == 1 else torch.cat(each)
+    dW, S = pair.unbind(0)
+    if handle.into:
+        return None, into.give(handle, dW, S)
+    handle.arrive()
+    return dW, S
 
 
 class Expand(Function):
@@ -371,6 +383,56 @@ class Affine(Function):
             db if ctx.hb is None or db is None else db.to(ctx.hb.dtype),
             Sb,
         ) + (None,) * 3
+
+
+class GhostNorm(Function):
+    """x (B·r, C, *spatial) normalised by the μ and r (κ, C) of its groups, times w plus b.
+
+    μ and r are constants to autograd: what they owe to x is in the kernel's dx.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        w: Any,
+        tag_w: Any,
+        b: Any,
+        tag_b: Any,
+        groups: Groups,
+        hw: Any,
+        hb: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, rstd, w)
+        ctx.groups, ctx.hw, ctx.hb = groups, hw, hb
+        parts = zip(groups.parts, groups.pieces(x), strict=True)
+        return join([batch_norm.normalise(xs, mean[p.lo : p.hi], rstd[p.lo : p.hi], w, b) for p, xs in parts])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, mean, rstd, w = ctx.saved_tensors
+        groups, hw, hb = ctx.groups, ctx.hw, ctx.hb
+        parts = zip(groups.parts, groups.pieces(g), groups.pieces(x), strict=True)
+        made = [
+            batch_norm.backward(gs, xs, mean[p.lo : p.hi], rstd[p.lo : p.hi], w, groups.coefficients(p))
+            for p, gs, xs in parts
+        ]
+        dx, sums, pairs = zip(*made, strict=True)
+        grads: list[Any] = [None] * 4
+        for place, (handle, tag) in enumerate(((hw, 4), (hb, 6))):
+            if handle is not None and ctx.needs_input_grad[tag]:
+                each = [t[:, place] for t in sums]
+                pair = sum(pairs[1:], pairs[0])[2 * place : 2 * place + 2]
+                grad, square = deliver_made(handle, each, pair)
+                grads[2 * place : 2 * place + 2] = [None if grad is None else grad.to(handle.dtype), square]
+        return (join(dx) if ctx.needs_input_grad[0] else None, None, None, *grads, None, None, None)
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of a mini-batch as one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _spatial(t: Tensor) -> Tensor:

@@ -77,6 +77,11 @@ class Groups:
         times = x.shape[0] // self.batch
         return [x[p.first * times : p.last * times].reshape(p.hi - p.lo, -1, *x.shape[1:]) for p in self.parts]
 
+    def pieces(self, x: Tensor) -> list[Tensor]:
+        """Per part, its rows of x, whose batch is first."""
+        times = x.shape[0] // self.batch
+        return [x] if len(self.parts) == 1 else [x[p.first * times : p.last * times] for p in self.parts]
+
     def merge(self, parts: list[Tensor], axis: int) -> Tensor:
         """The inverse of `stack`."""
         rows = [y.flatten(0, 1) for y in parts]

@@ -40,6 +40,7 @@ class Entry:
         self.operations: set[str] = set()
         self.companion.register_post_accumulate_grad_hook(self._fire)
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
+        self.cumulative = False  # whether that one averages over all updates, momentum=None
 
     @property
     def module(self) -> str:

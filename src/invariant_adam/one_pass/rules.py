@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.conv_square import Geometry
-from .batch_norm import ghost_normalise
+from .batch_norm import ghost_statistics
 from .dispatch import dispatch, rule
-from .functions import Affine, Conv, Embedding, LayerNorm, Linear, RoutedLinear
+from .functions import Affine, Conv, Embedding, GhostNorm, LayerNorm, Linear, RoutedLinear
 from .groups import UnsupportedUse
 from .handles import Handle, lift
 
@@ -397,13 +397,16 @@ def batch_norm(
     """Batch norm: in train mode each micro-batch has its own statistics, as in the loop."""
     if not _channel_place(engine, "batch_norm", input, weight, bias):
         return NotImplemented
-    if training:
-        hw = engine.handle_of(weight)
-        tracked = None if hw is None or hw.entry is None else hw.entry.tracked
-        x = ghost_normalise(engine.groups, input, running_mean, running_var, tracked, momentum, eps)
-    else:
+    if not training:
         x = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
-    return _channel_affine(engine, "batch_norm", x, weight, bias)
+        return _channel_affine(engine, "batch_norm", x, weight, bias)
+    hw, hb = engine.handle_of(weight), engine.handle_of(bias)
+    entry = next((h.entry for h in (hw, hb) if h is not None and h.entry is not None), None)
+    tracked, cumulative = (None, False) if entry is None else (entry.tracked, entry.cumulative)
+    mean, rstd = ghost_statistics(engine.groups, input, running_mean, running_var, tracked, momentum, cumulative, eps)
+    w, tag_w = parts(engine, hw, weight)
+    b, tag_b = parts(engine, hb, bias, 1)
+    return GhostNorm.apply(input, mean, rstd, w, tag_w, b, tag_b, engine.groups, hw, hb)
 
 
 @rule(

@@ -1,0 +1,362 @@
+"""The Triton twins of `batch_norm`, for inputs whose channels are last in memory: rows (κ, R, C).
+
+Each group's rows are cut into chunks, enough for the chip; a block sums one chunk of some channels, a second small
+kernel adds the chunks up in order and finishes what is per channel: statistics, running statistics, pairs. The large
+tensors are read twice and written once in each direction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gemm_square_triton import _multiprocessors
+
+ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile
+CHUNKS = 32  # at most, of a group's rows
+
+
+@triton.jit
+def _spot(C, R, CHUNK, BC: tl.constexpr):
+    """This block's group, channels, first row and end; its place among the chunks."""
+    columns, chunks = tl.cdiv(C, BC), tl.cdiv(R, CHUNK)
+    pid = tl.program_id(0)
+    piece = pid // columns
+    first = piece % chunks * CHUNK
+    return piece // chunks, pid % columns * BC + tl.arange(0, BC), first, tl.minimum(first + CHUNK, R), piece
+
+
+@triton.jit
+def _sum_statistics(X, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
+    """Σ (x − s) and Σ (x − s)² of a chunk, s the group's first row: no cancellation where the mean is large."""
+    k, c, first, end, piece = _spot(C, R, CHUNK, BC)
+    X += k.to(tl.int64) * R * C
+    shift = tl.load(X + c, mask=c < C, other=0.0).to(tl.float32)
+    total = tl.zeros((BR, BC), tl.float32)
+    squares = tl.zeros((BR, BC), tl.float32)
+    for r in tl.range(first, end, BR):
+        rows = r + tl.arange(0, BR)
+        inside = (rows < end)[:, None] & (c < C)[None, :]
+        x = tl.load(X + rows[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(inside, x - shift[None, :], 0.0)
+        total += x
+        squares += x * x
+    here = partial + piece.to(tl.int64) * (2 * C) + c
+    tl.store(here, tl.sum(total, 0), mask=c < C)
+    tl.store(here + C, tl.sum(squares, 0), mask=c < C)
+
+
+@triton.jit
+def _gather(partial, k, c, KAPPA, CHUNKS, C, CH: tl.constexpr):
+    """The two sums of some groups and channels, each (groups, channels)."""
+    chunk = tl.arange(0, CH)[:, None, None]
+    at = (k[None, :, None] * CHUNKS + chunk).to(tl.int64) * (2 * C) + c[None, None, :]
+    mask = (chunk < CHUNKS) & (k < KAPPA)[None, :, None] & (c < C)[None, None, :]
+    one = tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
+    return one, tl.sum(tl.load(partial + at + C, mask=mask, other=0.0), 0)
+
+
+@triton.jit
+def _finish_statistics(
+    X, partial, mean, rstd, running_mean, running_var, C, R, KAPPA, CHUNKS, eps, keep, gain, decay, unbias,
+    CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """μ and r of all groups, and the running statistics after them; decay is log₂ of their ratio."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    add_mean = tl.zeros((BC,), tl.float32)
+    add_var = tl.zeros((BC,), tl.float32)
+    for first in range(0, KAPPA, KB):
+        k = first + tl.arange(0, KB)
+        mask = (k < KAPPA)[:, None] & (c < C)[None, :]
+        total, squares = _gather(partial, k, c, KAPPA, CHUNKS, C, CH)
+        shift = tl.load(X + k.to(tl.int64)[:, None] * R * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        off = total / R
+        var = tl.maximum(squares / R - off * off, 0.0)
+        at = k[:, None] * C + c[None, :]
+        tl.store(mean + at, shift + off, mask=mask)
+        tl.store(rstd + at, tl.rsqrt(var + eps), mask=mask)
+        after = tl.maximum(KAPPA - 1 - k, 0)
+        weight = tl.where(after == 0, 1.0, tl.exp2(after.to(tl.float32) * decay))
+        weight = tl.where(k < KAPPA, gain * weight, 0.0)[:, None]
+        add_mean += tl.sum(weight * (shift + off), 0)
+        add_var += tl.sum(weight * var * unbias, 0)
+    if running_mean is not None:
+        tl.store(running_mean + c, keep * tl.load(running_mean + c, mask=c < C).to(tl.float32) + add_mean, mask=c < C)
+        tl.store(running_var + c, keep * tl.load(running_var + c, mask=c < C).to(tl.float32) + add_var, mask=c < C)
+
+
+@triton.jit
+def _per_channel(mean, rstd, w, k, c, C):
+    """μ, r and w of this block's channels."""
+    at = k * C + c
+    scale = 1.0
+    if w is not None:
+        scale = tl.load(w + c, mask=c < C, other=0.0).to(tl.float32)
+    return tl.load(mean + at, mask=c < C, other=0.0), tl.load(rstd + at, mask=c < C, other=0.0), scale
+
+
+@triton.jit
+def _normalise(X, Y, mean, rstd, w, b, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
+    k, c, first, end, _ = _spot(C, R, CHUNK, BC)
+    mu, r_k, scale = _per_channel(mean, rstd, w, k, c, C)
+    scale = r_k * scale
+    offset = tl.zeros((BC,), tl.float32)
+    if b is not None:
+        offset = tl.load(b + c, mask=c < C, other=0.0).to(tl.float32)
+    X += k.to(tl.int64) * R * C
+    Y += k.to(tl.int64) * R * C
+    for r in tl.range(first, end, BR):
+        rows = r + tl.arange(0, BR)
+        inside = (rows < end)[:, None] & (c < C)[None, :]
+        at = rows[:, None] * C + c[None, :]
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(Y + at, (x - mu[None, :]) * scale[None, :] + offset[None, :], mask=inside)
+
+
+@triton.jit
+def _sum_gradients(G, X, partial, mean, rstd, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
+    """Σ g x̂ and Σ g of a chunk."""
+    k, c, first, end, piece = _spot(C, R, CHUNK, BC)
+    mu, r_k, _ = _per_channel(mean, rstd, None, k, c, C)
+    X += k.to(tl.int64) * R * C
+    G += k.to(tl.int64) * R * C
+    total = tl.zeros((BR, BC), tl.float32)
+    products = tl.zeros((BR, BC), tl.float32)
+    for r in tl.range(first, end, BR):
+        rows = r + tl.arange(0, BR)
+        inside = (rows < end)[:, None] & (c < C)[None, :]
+        at = rows[:, None] * C + c[None, :]
+        g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        total += g
+        products += g * ((x - mu[None, :]) * r_k[None, :])
+    here = partial + piece.to(tl.int64) * (2 * C) + c
+    tl.store(here, tl.sum(products, 0), mask=c < C)
+    tl.store(here + C, tl.sum(total, 0), mask=c < C)
+
+
+@triton.jit
+def _finish_gradients(
+    partial, coefficients, sums, pairs, C, KAPPA, CHUNKS,
+    CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The sums of all groups, and the pairs of w and b."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    dw, sw = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    db, sb = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    for first in range(0, KAPPA, KB):
+        k = first + tl.arange(0, KB)
+        mask = (k < KAPPA)[:, None] & (c < C)[None, :]
+        e, a = _gather(partial, k, c, KAPPA, CHUNKS, C, CH)
+        at = k[:, None] * (2 * C) + c[None, :]
+        tl.store(sums + at, e, mask=mask)
+        tl.store(sums + at + C, a, mask=mask)
+        dw += tl.sum(e, 0)
+        db += tl.sum(a, 0)
+        if coefficients is not None:
+            scale = tl.load(coefficients + k, mask=k < KAPPA, other=0.0)[:, None]
+            sw += tl.sum(scale * e * e, 0)
+            sb += tl.sum(scale * a * a, 0)
+        else:
+            sw += tl.sum(e * e, 0)
+            sb += tl.sum(a * a, 0)
+    tl.store(pairs + c, dw, mask=c < C)
+    tl.store(pairs + C + c, sw, mask=c < C)
+    tl.store(pairs + 2 * C + c, db, mask=c < C)
+    tl.store(pairs + 3 * C + c, sb, mask=c < C)
+
+
+@triton.jit
+def _input_gradient(G, X, DX, mean, rstd, w, sums, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
+    k, c, first, end, _ = _spot(C, R, CHUNK, BC)
+    mu, r_k, scale = _per_channel(mean, rstd, w, k, c, C)
+    scale = r_k * scale
+    e = tl.load(sums + k * (2 * C) + c, mask=c < C, other=0.0) / R
+    a = tl.load(sums + k * (2 * C) + C + c, mask=c < C, other=0.0) / R
+    X += k.to(tl.int64) * R * C
+    G += k.to(tl.int64) * R * C
+    DX += k.to(tl.int64) * R * C
+    for r in tl.range(first, end, BR):
+        rows = r + tl.arange(0, BR)
+        inside = (rows < end)[:, None] & (c < C)[None, :]
+        at = rows[:, None] * C + c[None, :]
+        g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+        hat = (x - mu[None, :]) * r_k[None, :]
+        tl.store(DX + at, (g - a[None, :] - hat * e[None, :]) * scale[None, :], mask=inside)
+
+
+class Plan(NamedTuple):
+    """How the rows of an input are divided among blocks."""
+
+    rows: int  # per group
+    channels: int
+    chunk: int  # rows
+    chunks: int  # per group
+    bc: int
+    blocks: int
+
+
+def plan(x: Tensor, kappa: int) -> Plan:
+    """About eight blocks for each multiprocessor, of four tiles at least."""
+    channels = x.shape[1]
+    rows = x.numel() // (kappa * channels)
+    bc = min(CHANNELS, triton.next_power_of_2(channels))
+    columns = triton.cdiv(channels, bc)
+    wanted = triton.cdiv(8 * _multiprocessors(x.device), columns * kappa)
+    chunk = triton.cdiv(rows, max(1, min(wanted, CHUNKS, rows // (4 * ROWS))))
+    chunks = triton.cdiv(rows, chunk)
+    return Plan(rows, channels, chunk, chunks, bc, columns * chunks * kappa)
+
+
+def serves(x: Tensor, kappa: int) -> bool:
+    """Whether the kernels take this input: channels last in memory, at most 32 bits a number."""
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    return x.dtype in floats and 0 < x.numel() < kappa << 31 and x.movedim(1, -1).is_contiguous()
+
+
+def _finish(p: Plan) -> dict[str, int]:
+    """The tile of a finishing kernel: chunks × groups × channels."""
+    return {"CH": triton.next_power_of_2(p.chunks), "KB": 8, "BC": 16, "num_warps": 4}
+
+
+def statistics(
+    x: Tensor,
+    kappa: int,
+    eps: float,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    keep: float,
+    gain: float,
+    ratio: float,
+) -> tuple[Tensor, Tensor]:
+    """μ and r (κ, C) in float32, and the running statistics updated in place: see `batch_norm.statistics`."""
+    p = plan(x, kappa)
+    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
+    mean, rstd = (torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device) for _ in range(2))
+    shape = {"BR": ROWS, "BC": p.bc, "num_warps": WARPS}
+    _sum_statistics[(p.blocks,)](x, partial, p.channels, p.rows, p.chunk, **shape)
+    _finish_statistics[(triton.cdiv(p.channels, 16),)](
+        x, partial, mean, rstd, running_mean, running_var, p.channels, p.rows, kappa, p.chunks,
+        float(eps), float(keep), float(gain), math.log2(ratio) if ratio > 0 else -1e30, p.rows / max(p.rows - 1, 1),
+        **_finish(p),
+    )  # fmt: skip
+    return mean, rstd
+
+
+def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+    """y, like x."""
+    p = plan(x, mean.shape[0])
+    y = torch.empty_like(x)
+    _normalise[(p.blocks,)](
+        x, y, mean, rstd, w, b, p.channels, p.rows, p.chunk, BR=ROWS, BC=p.bc, num_warps=WARPS
+    )  # fmt: skip
+    return y
+
+
+def backward(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx like x, the sums (κ, 2, C) and the pairs (4, C) in float32: see `batch_norm.backward`."""
+    kappa = mean.shape[0]
+    p = plan(x, kappa)
+    g = g.movedim(1, -1).contiguous()
+    c = None if c is None else c.to(torch.float32)
+    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
+    sums = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=x.device)
+    pairs = torch.empty(4, p.channels, dtype=torch.float32, device=x.device)
+    dx = torch.empty_like(x)
+    shape = {"BR": ROWS, "BC": p.bc, "num_warps": WARPS}
+    _sum_gradients[(p.blocks,)](g, x, partial, mean, rstd, p.channels, p.rows, p.chunk, **shape)
+    _finish_gradients[(triton.cdiv(p.channels, 16),)](
+        partial, c, sums, pairs, p.channels, kappa, p.chunks, **_finish(p)
+    )  # fmt: skip
+    _input_gradient[(p.blocks,)](g, x, dx, mean, rstd, w, sums, p.channels, p.rows, p.chunk, **shape)
+    return dx, sums, pairs
+
+
+# The same as operators that `torch.compile` takes as they are.
+
+
+@torch.library.custom_op("invariant_adam::ghost_statistics", mutates_args=("running_mean", "running_var"))
+def statistics_op(
+    x: Tensor,
+    kappa: int,
+    eps: float,
+    running_mean: Optional[Tensor],  # noqa: UP045 - the schema's
+    running_var: Optional[Tensor],  # noqa: UP045
+    keep: float,
+    gain: float,
+    ratio: float,
+) -> tuple[Tensor, Tensor]:
+    """`statistics`."""
+    return statistics(x, kappa, eps, running_mean, running_var, keep, gain, ratio)
+
+
+@statistics_op.register_fake
+def _(
+    x: Tensor,
+    kappa: int,
+    eps: float,
+    running_mean: Optional[Tensor],  # noqa: UP045
+    running_var: Optional[Tensor],  # noqa: UP045
+    keep: float,
+    gain: float,
+    ratio: float,
+) -> tuple[Tensor, Tensor]:
+    mean = x.new_empty(kappa, x.shape[1], dtype=torch.float32)
+    return mean, torch.empty_like(mean)
+
+
+@torch.library.custom_op("invariant_adam::ghost_normalise", mutates_args=())
+def normalise_op(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    w: Optional[Tensor],  # noqa: UP045
+    b: Optional[Tensor],  # noqa: UP045
+) -> Tensor:
+    """`normalise`."""
+    return normalise(x, mean, rstd, w, b)
+
+
+@normalise_op.register_fake
+def _(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    w: Optional[Tensor],  # noqa: UP045
+    b: Optional[Tensor],  # noqa: UP045
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("invariant_adam::ghost_backward", mutates_args=())
+def backward_op(
+    g: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    w: Optional[Tensor],  # noqa: UP045
+    c: Optional[Tensor],  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward`."""
+    return backward(g, x, mean, rstd, w, c)
+
+
+@backward_op.register_fake
+def _(
+    g: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    w: Optional[Tensor],  # noqa: UP045
+    c: Optional[Tensor],  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor]:
+    kappa, channels = mean.shape
+    return torch.empty_like(x), mean.new_empty(kappa, 2, channels), mean.new_empty(4, channels)
