@@ -83,9 +83,69 @@ def test_step(kernels, device, dtype):
         return
     expected = [(0.5 * a.to(wide) - 0.25 * b / (c.sqrt() + 0.1)).to(dtype) for a, b, c in zip(w, m, v, strict=True)]
     before = [x.clone() for x in (*m, *v)]
-    kernels.step(w, m, v, size=0.25, eps=0.1, keep=0.5)
+    kernels.step(w, m, v, size=0.25, eps=0.1, decay=0.5)
     torch.testing.assert_close(w, expected)
     assert all(torch.equal(a, b) for a, b in zip(before, (*m, *v), strict=True))
+
+
+SCALARS = {"keep": (0.9, 0.99), "gain": (-0.1, 0.02), "size": 0.25, "eps": 0.1, "decay": 0.5}
+
+
+def slots_of(dtype, device):
+    scalars = (*SCALARS["keep"], *SCALARS["gain"], SCALARS["size"], SCALARS["eps"], SCALARS["decay"], math.nan)
+    return torch.tensor(scalars, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(("kernels", "device"), TWINS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("slotted", [False, True])
+def test_fold_step_is_fold_then_step(kernels, device, dtype, squares, slotted):
+    wide = torch.promote_types(dtype, torch.float32)
+    if kernels is adam_triton and dtype == torch.float64:
+        return
+    w, g, m = tensors(dtype, device, 0), tensors(dtype, device, 1), tensors(wide, device, 2)
+    v, sq = tensors(wide, device, 3, positive=True), tensors(wide, device, 4, positive=True) if squares else None
+    g[2][1, 1], g[3][0, 1, 2, 3] = math.nan, math.inf
+    lists = [[x.clone() for x in xs] if xs is not None else None for xs in (w, g, sq, m, v)]
+    folding = {key: SCALARS[key] for key in ("keep", "gain")}
+    stepping = {key: SCALARS[key] for key in ("size", "eps", "decay")}
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+    adam_torch.fold(g, sq, m, v, **folding, count=counts[0])
+    adam_torch.step(w, m, v, **stepping)
+    scalars, slots = SCALARS, None
+    if slotted:  # the floats are those of another update
+        scalars, slots = {**SCALARS, "keep": (0.0, 0.0), "size": 7.0, "decay": 3.0}, slots_of(wide, device)
+    kernels.fold_step(*lists, **scalars, count=counts[1], slots=slots)
+    assert counts[0].item() == counts[1].item() == 2
+    for ours, theirs in zip((w, m, v), (lists[0], lists[3], lists[4]), strict=True):
+        torch.testing.assert_close(theirs, ours)
+
+
+@pytest.mark.parametrize(("kernels", "device"), TWINS)
+@pytest.mark.parametrize("one", [False, True])
+def test_scalars_in_slots_are_those_of_the_floats(kernels, device, one):
+    sets = [[tensors(torch.float32, device, i, positive=i == 3) for i in range(4)] for _ in range(2)]
+    if one:
+        sets = [[[x[3]] for x in lists] for lists in sets]
+    count, slots = torch.zeros((), dtype=torch.int64, device=device), slots_of(torch.float32, device)
+    for (w, g, m, v), row in zip(sets, (None, slots), strict=True):
+        factor = 1.0 if row is None else 5.0  # not to be looked at
+        keep, gain = (tuple(factor * x for x in SCALARS[key]) for key in ("keep", "gain"))
+        kernels.fold(g, None, m, v, keep=keep, gain=gain, count=count, slots=row)
+        rest = {key: factor * SCALARS[key] for key in ("size", "eps", "decay")}
+        kernels.step(w, m, v, **rest, slots=row)
+    torch.testing.assert_close(*sets)
+
+
+def test_fold_step_is_an_operator(device):
+    w, g, m, v = ([torch.rand(5, device=device)] for _ in range(4))
+    expected = [[x.clone() for x in xs] for xs in (w, g, m, v)]
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    scalars = slots_of(torch.float64, "cpu").tolist()[:7]
+    adam_torch.fold_step(expected[0], expected[1], None, *expected[2:], **SCALARS, count=count)
+    torch.ops.invariant_adam.fold_step(w, g, [], m, v, scalars, count)
+    torch.testing.assert_close([w, m, v], [expected[0], *expected[2:]])
 
 
 @pytest.mark.skipif(adam_triton is None, reason="Triton is not installed")

@@ -1,6 +1,7 @@
 """Batch size invariant Adam for PyTorch: the names meant for users, and nothing else."""
 
 from . import reference, scaling
+from .graphs import capture
 from .one_pass import UnsupportedUse, explain, one_pass
 from .optimizer import InvariantAdam
 from .schedules import InvariantEMA, SampleLambdaLR, warmup_cosine
@@ -12,6 +13,7 @@ __all__ = [
     "InvariantEMA",
     "SampleLambdaLR",
     "UnsupportedUse",
+    "capture",
     "explain",
     "one_pass",
     "reference",

@@ -146,7 +146,8 @@ def refuse_capture(p: Tensor) -> None:
     if p.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a fold was captured in a CUDA graph: its scalars change from update to update and a replay would repeat "
-            'old ones; capture the forward and backward with fold="call", and call opt.fold() and opt.step() outside'
+            "old ones; capture the whole update with invariant_adam.capture(opt, update), or the forward and backward "
+            'alone with fold="call", and call opt.fold() and opt.step() outside'
         )
 
 

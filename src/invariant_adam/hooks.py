@@ -72,9 +72,9 @@ def folds(p: Tensor) -> bool:
     return handle is not None and owner(p) is not None
 
 
-def when_finished(function: Callable[[int], None], task: int) -> None:
-    """Have `function(task)` called when the backward that is running has come to its end; never, if it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: function(task))
+def when_finished(function: Callable[[], None]) -> None:
+    """Have `function()` called when the backward that is running has come to its end; never, if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def inside_backward() -> bool:

@@ -1,20 +1,22 @@
 """Micro-batch gradients -> m, v -> weights: `InvariantAdam`, a `torch.optim.Optimizer`.
 
 The way of a gradient through this file: a hook (`fold="backward"`) or `fold()` (`fold="call"`) hands it to `_fold`,
-which adds it to the moments and drops it; `step` closes the update: it scales the hyperparameters to the number of
-micro-batches that came, normalises and debiases by scalars alone, and moves the weights.
+which counts it (`_count`), adds it to the moments and drops it; `step` closes the update: it scales the hyperparameters
+to the number of micro-batches that came, normalises and debiases by scalars alone, and moves the weights. A gradient
+that is counted may wait: a small one for others to share a launch with, one that is known to be a whole update for
+`step` to fold it and move the weights in the same pass over memory.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,13 +28,20 @@ from .diagnostics import NoiseScale, noise_scale
 from .kernels import adam as kernels
 from .one_pass import pair
 from .scaling import RULES, check_decay, check_hyperparameters, check_keep, check_rho, find_rule
-from .update import Update
+from .update import Fold, Update
+
+if TYPE_CHECKING:
+    from .graphs import Tape
 
 F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
 _eager: Callable[[F], F] = torch.compiler.disable
 
 _ONES = (1.0, 1.0)
+# Where launches are worth sharing: gradients of fewer elements than _SMALL wait for others until the end of their
+# backward, at most _QUEUE elements of them.
+_SHARING = frozenset({"cuda", "xpu", "mps"})
+_SMALL, _QUEUE = 1 << 16, 1 << 22
 _COUNTERS = itemgetter(*folding.fresh())
 
 UpdateHook = Callable[["InvariantAdam", int, int], None]
@@ -130,6 +139,7 @@ class InvariantAdam(Optimizer):
         self._skipped: dict[torch.device, Tensor] = {}
         self._reported = 0
         self._update = Update()
+        self._tape: Tape | None = None  # of the graph that is being captured
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -197,6 +207,9 @@ class InvariantAdam(Optimizer):
         A batch size that changes from one update to the next is then exact, not only to first order. It is a promise
         of at most κ: `step()` refuses more gradients of a parameter than that, which is how a second backward over
         the same micro-batch shows.
+
+        `expect(1)` says that each gradient is a whole update. With fold="backward" they then wait for `step()`, as
+        AdamW's do, which folds them and moves the weights in one pass over memory instead of two.
         """
         self._update.expect(kappa)
 
@@ -208,6 +221,7 @@ class InvariantAdam(Optimizer):
         an update whose weights did not move; in the very first update the moments go back to zero. Nothing of it
         counts as seen.
         """
+        self._flush()
         for p, part in self._update.parts.items():
             state = self.state[p]
             if part.a is None:
@@ -282,14 +296,14 @@ class InvariantAdam(Optimizer):
         if pair.peek(p) is None:
             if pair.is_armed(p):
                 return  # a mini-batch gradient, half of a pair whose square is still to come
-            self._update.count_backward(self._weight)
+            self._update.count_backward(self._weight, self._flush_queue)
         else:
-            self._update.watch_backward()
+            self._update.watch_backward(self._flush_queue)
         self._fold([p])
 
     def _fold(self, params: list[Tensor]) -> None:
         """Fold the gradients or pairs on `params`, one micro-batch's or mini-batch's, and take them off."""
-        checks.refuse_capture(params[0])
+        self._refuse_capture(params[0])
         if self.max_micro_norm is not None and any(pair.peek(p) is not None for p in params):
             raise RuntimeError(
                 f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
@@ -297,34 +311,116 @@ class InvariantAdam(Optimizer):
             )
         update = self._update
         parts = [update.parts.get(p) or self._begin(p) for p in params]  # refuses before anything changes
+        if any(p in update.late or p in update.queue for p in params):
+            self._flush()
         arrivals = [self._take(p) for p in params]
         self._condition(params, arrivals)
-        buckets: dict[Any, _Bucket] = defaultdict(_Bucket)
+        now = []
         for p, part, x in zip(params, parts, arrivals, strict=True):
-            state = self.state[p]
-            gain = (part.b[0] * x.kappa * x.sign, part.b[1] * x.kappa * x.sign**2)
-            bucket = buckets[part.keep, gain, x.grad.device, x.grad.dtype, x.square is None]
-            bucket.grads.append(x.grad)
-            bucket.exp_avgs.append(state["exp_avg"])
-            bucket.exp_avg_sqs.append(state["exp_avg_sq"])
-            if x.square is not None:
-                bucket.squares.append(x.square)
-            update.parts[p] = part
-            update.kinds.add(x.square is not None)
-            part.keep = _ONES
-            part.kappa += x.kappa
-        for (keep, gain, device, *_), b in buckets.items():
+            keep, gain, place = self._count(p, part, x.kappa, x.scale, paired=x.square is not None, signed=x.signed)
+            fold = Fold(p, x.grad, x.square, keep, gain, place)
+            if self._is_whole(part, x):
+                update.late[p] = fold
+            elif self._is_small(x):
+                update.queue[p] = fold
+                update.queued += x.grad.numel()
+            else:
+                now.append(fold)
+        if now:
+            self._launch(now)
+        if update.queued > _QUEUE:
+            self._flush_queue()
+
+    def _is_whole(self, part: folding.Part, x: _Arrival) -> bool:
+        """Whether a gradient is all that its parameter gets in this update, so that it may wait for `step`.
+
+        Only a declared κ tells. A pair never waits: its two tensors would cost more memory than the pass is worth. Nor
+        do gradients that the user has in hand (fold="call") and may write over.
+        """
+        expected = self._update.expected
+        if expected is None or x.square is not None or self._fold_in != "backward":
+            return False
+        return part.kappa == x.kappa >= expected
+
+    def _is_small(self, x: _Arrival) -> bool:
+        """Whether a gradient may wait for the end of the backward that is running, to share a launch with others."""
+        return (
+            x.grad.numel() < _SMALL
+            and not x.borrowed
+            and x.grad.device.type in _SHARING
+            and self._fold_in == "backward"
+            and torch._C._current_graph_task_id() >= 0
+        )
+
+    def _count(
+        self, p: Tensor, part: folding.Part, kappa: float, scale: tuple[float, float], *, paired: bool, signed: bool
+    ) -> tuple[tuple[float, float], tuple[float, float], int]:
+        """Count a gradient of `p`; return keep, gain and its place on the tape: m ← keep₁·m + gain₁·g.
+
+        Args:
+            p: the parameter.
+            part: its part in this update.
+            kappa: micro-batches in the gradient.
+            scale: factors that make the mean of them from the gradient, the mean of squares from the square.
+            paired: whether the square comes along.
+            signed: whether `maximize` and `loss_divisor` are in the gradient already.
+        """
+        place = -1 if self._tape is None else self._tape.arrive(p, part, kappa, scale, paired, signed)
+        sign = 1.0 if signed else self._sign(p)
+        self._update.parts[p] = part
+        self._update.kinds.add(paired)
+        keep = part.keep
+        gain = (part.b[0] * kappa * sign * scale[0], part.b[1] * kappa * sign * sign * scale[1])
+        part.keep = _ONES
+        part.kappa += kappa
+        return keep, gain, place
+
+    def _sign(self, p: Tensor) -> float:
+        return -self._loss_divisor if self._group(p)["maximize"] else self._loss_divisor
+
+    def _launch(self, folds: list[Fold]) -> None:
+        """Fold gradients that are counted, those with the same scalars in one launch."""
+        for alike in self._alike(folds):
+            fold = alike[0]
+            states = [self.state[f.param] for f in alike]
             kernels.fold(
-                b.grads,
-                b.squares or None,
-                b.exp_avgs,
-                b.exp_avg_sqs,
-                keep=keep,
-                gain=gain,
-                count=self._counter(device),
+                [f.grad for f in alike],
+                None if fold.square is None else [f.square for f in alike if f.square is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                keep=fold.keep,
+                gain=fold.gain,
+                count=self._counter(fold.grad.device),
+                slots=None if self._tape is None else self._tape.slots(states[0]["exp_avg"], fold.place),
             )
 
-    def _target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> Target | None:
+    def _alike(self, folds: list[Fold]) -> Iterable[list[Fold]]:
+        """Sort folds by what one launch must share; by group too, since a captured launch outlives today's values."""
+        if len(folds) == 1:
+            return [folds]
+        alike: dict[Any, list[Fold]] = defaultdict(list)
+        for f in folds:
+            key = self._group_index[f.param], f.keep, f.gain, f.grad.device, f.grad.dtype, f.square is None
+            alike[key].append(f)
+        return alike.values()
+
+    @_eager
+    @torch.no_grad()
+    def _flush_queue(self) -> None:
+        """Fold the small gradients that wait for each other, in one launch."""
+        update = self._update
+        folds, update.queue, update.queued = list(update.queue.values()), {}, 0
+        if folds:
+            self._launch(folds)
+
+    def _flush(self) -> None:
+        """Fold all that waits, so that the moments hold what is counted."""
+        self._flush_queue()
+        folds, self._update.late = list(self._update.late.values()), {}
+        if folds:
+            self._launch(folds)
+
+    def _target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Target | None:
         """Let a kernel fold the pair of `p` itself, as it is made: count the fold and say where it goes and how.
 
         The kernel must then do m ← keep₁·m + gain₁·g and v ← keep₂·v + gain₂·g², once, with g = mean_k g_k and
@@ -343,15 +439,13 @@ class InvariantAdam(Optimizer):
         m, v = state["exp_avg"], state["exp_avg_sq"]
         if m.dtype != torch.float32 or m.stride() != p.stride():
             return None
-        checks.refuse_capture(p)
-        self._update.watch_backward()
-        self._update.parts[p] = part
-        self._update.kinds.add(True)
-        sign = (-1.0 if group["maximize"] else 1.0) * self.loss_divisor
-        keep, gain = part.keep, (part.b[0] * kappa * sign * scale[0], part.b[1] * kappa * sign**2 * scale[1])
-        part.keep = _ONES
-        part.kappa += kappa
-        return Target(m, v, keep, gain, self._counter(p.device), None)
+        self._refuse_capture(p)
+        if p in self._update.late or p in self._update.queue:
+            self._flush()
+        self._update.watch_backward(self._flush_queue)
+        keep, gain, place = self._count(p, part, kappa, scale, paired=True, signed=False)
+        slots = None if self._tape is None else self._tape.slots(m, place)
+        return kernels.Target(m, v, keep, gain, self._counter(p.device), slots)
 
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
@@ -372,17 +466,17 @@ class InvariantAdam(Optimizer):
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
-        group = self._group(p)
-        sign = (-1.0 if group["maximize"] else 1.0) * self.loss_divisor
         found = pair.take(p)
         if found is not None:
-            return _Arrival(found.grad.detach(), found.grad_sq.detach(), found.kappa, sign)
+            return _Arrival(found.grad.detach(), found.grad_sq.detach(), found.kappa, found.scale, found.borrowed)
         assert p.grad is not None
         grad, p.grad = p.grad.detach(), None
-        if grad.layout == torch.strided and 0 in grad.stride():
+        if grad.layout != torch.strided:
+            # A sparse gradient comes in pieces (uncoalesced), to be summed before the square: made dense, it is.
+            grad = grad.to_dense()
+        elif 0 in grad.stride():
             grad = grad.clone()  # expanded, not to be written to
-        # A sparse gradient comes in pieces (uncoalesced), which must be summed before the square: made dense, it is.
-        return _Arrival(grad.to_dense() if grad.is_sparse else grad, None, self._weight, sign)
+        return _Arrival(grad, None, self._weight, _ONES)
 
     def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:
         """Make the gradients what is to be squared: clipped, with L2 decay inside."""
@@ -397,11 +491,15 @@ class InvariantAdam(Optimizer):
             decay = group["weight_decay"]
             if decay and not group["decoupled_weight_decay"]:
                 # mean_k (g_k + λw)² = mean_k g_k² + λw(2 mean_k g_k + λw), so the pair is enough.
-                dtype = self.state[p]["exp_avg"].dtype
-                grad, pull = x.grad.to(dtype).mul_(x.sign), p.detach().to(dtype) * decay
+                sign, dtype = self._sign(p), self.state[p]["exp_avg"].dtype
+                grad, pull = x.grad.to(dtype).mul_(sign * x.scale[0]), p.detach().to(dtype) * decay
                 if x.square is not None:
-                    x.square = x.square.to(dtype) * x.sign**2 + pull * (2 * grad + pull)
-                x.grad, x.sign = grad.add_(pull), 1.0
+                    x.square = x.square.to(dtype) * (sign**2 * x.scale[1]) + pull * (2 * grad + pull)
+                x.grad, x.scale, x.signed, x.borrowed = grad.add_(pull), _ONES, True, False
+
+    def _refuse_capture(self, p: Tensor) -> None:
+        if self._tape is None:
+            checks.refuse_capture(p)
 
     def _counter(self, device: torch.device) -> Tensor:
         if device not in self._skipped:
@@ -433,26 +531,91 @@ class InvariantAdam(Optimizer):
         for hook in self._update_hooks.values():
             hook(self, start, stop)
         moves = self._plan()  # refuses before anything changes
-        if self._on_nonfinite == "raise" or all(device.type == "cpu" for device in self._skipped):
-            self._report_nonfinite()  # on an accelerator it would stop the host: told when the state is saved
+        if self._on_nonfinite == "raise":  # asks before the weights move
+            self._flush()
+            self._report_nonfinite()
+        self._move(moves)
+        if self._tape is None:
+            self._close(moves, stop)
+            if all(device.type == "cpu" for device in self._skipped):
+                self._report_nonfinite()  # on an accelerator it would stop the host: told when the state is saved
+        else:
+            self._tape.close(self._update)
+            self._update = Update()
+        return loss
+
+    def _move(self, moves: list[_Move]) -> None:
+        """Move the weights, and fold what still waits in the same pass."""
+        waiting = {**self._update.queue, **self._update.late}
+        tape = self._tape
         for move in moves:
-            states = [self.state[p] for p in move.params]
-            for state in states:
+            ready = [p for p in move.params if p not in waiting] if waiting else move.params
+            scalars = {"size": move.size, "eps": move.eps, "decay": move.decay}
+            if ready:
+                states = [self.state[p] for p in ready]
+                kernels.step(
+                    ready,
+                    [state["exp_avg"] for state in states],
+                    [state["exp_avg_sq"] for state in states],
+                    slots=None if tape is None else tape.slots(states[0]["exp_avg"], param=ready[0]),
+                    **scalars,
+                )
+            for alike in self._alike([waiting[p] for p in move.params if p in waiting] if waiting else []):
+                fold = alike[0]
+                states = [self.state[f.param] for f in alike]
+                kernels.fold_step(
+                    [f.param for f in alike],
+                    [f.grad for f in alike],
+                    None if fold.square is None else [f.square for f in alike if f.square is not None],
+                    [state["exp_avg"] for state in states],
+                    [state["exp_avg_sq"] for state in states],
+                    keep=fold.keep,
+                    gain=fold.gain,
+                    count=self._counter(fold.grad.device),
+                    slots=None if tape is None else tape.slots(states[0]["exp_avg"], fold.place, fold.param),
+                    **scalars,
+                )
+
+    def _close(self, moves: list[_Move], stop: int) -> None:
+        """Count the update as done."""
+        kappa, steps = self.kappa, []
+        for move in moves:
+            for p in move.params:
+                state = self.state[p]
                 state.update(move.counters)
-            kernels.step(
-                move.params,
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                size=move.size,
-                eps=move.eps,
-                keep=move.keep,
-            )
-            torch._foreach_add_([state["step"] for state in states], 1.0)
-        kappa = self.kappa
+                steps.append(state["step"])
+        torch._foreach_add_(steps, 1.0)
         for group in self.param_groups:
             group["samples_seen"], group["kappa"] = stop, kappa
         self._update = Update()
-        return loss
+
+    def _replan(self, tape: Tape) -> list[list[float]]:
+        """Count a replay of a captured update, as an eager one would be, and return the scalars of its launches."""
+        captured = tape.update
+        assert captured is not None
+        self._update = update = Update(expected=captured.expected, micro_batches=captured.micro_batches)
+        try:
+            folds = []
+            for p, kappa, scale, paired, signed in tape.arrivals:
+                part = update.parts.get(p) or self._begin(p)
+                keep, gain, _ = self._count(p, part, kappa, scale, paired=paired, signed=signed)
+                folds.append((*keep, *gain))
+            start = self.samples_seen
+            stop = start + round(self.kappa * self._size)
+            for hook in self._update_hooks.values():
+                hook(self, start, stop)
+            moves = self._plan()
+        except BaseException:
+            self._update = Update()
+            raise
+        steps = {p: (move.size, move.eps, move.decay, 0.0) for move in moves for p in move.params}
+        blank = (0.0,) * 4
+        rows = [
+            [*(blank if place is None else folds[place]), *(blank if p is None else steps[p])]
+            for _, place, p in tape.launches
+        ]
+        self._close(moves, stop)
+        return rows
 
     def _collect(self) -> None:
         """Fold the pairs that one pass left for this step, and refuse an update that is not whole."""
@@ -638,6 +801,7 @@ class InvariantAdam(Optimizer):
         self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._flush()
         own = (
             "_loss_divisor",
             "max_micro_norm",
@@ -660,6 +824,7 @@ class InvariantAdam(Optimizer):
         if "_fold_in" in state:  # a copy or an unpickled optimizer, not load_state_dict
             self._hooked, self._group_index = set(), {}
             self._update_hooks = OrderedDict()
+            self._tape = None
             self._bind(take=True)
 
     def _bind(self, take: bool = False) -> int:
@@ -737,44 +902,23 @@ class InvariantAdam(Optimizer):
         return True
 
 
-class _Bucket:
-    """Gradients that are folded with the same scalars, and where to."""
-
-    __slots__ = ("exp_avg_sqs", "exp_avgs", "grads", "squares")
-
-    def __init__(self) -> None:
-        self.grads: list[Tensor] = []
-        self.squares: list[Tensor] = []
-        self.exp_avgs: list[Tensor] = []
-        self.exp_avg_sqs: list[Tensor] = []
-
-
-class Target(NamedTuple):
-    """Where a kernel that makes a pair folds it itself: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g²."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    keep: tuple[float, float]
-    gain: tuple[float, float]
-    count: Tensor  # type: ignore[assignment]  # of elements left out because they are not finite
-    slots: Tensor | None  # keep and gain as four float32 on the device, to be read instead: a captured graph's
-
-
 @dataclass(slots=True)
 class _Arrival:
-    """A gradient taken off a parameter: `sign`·grad is the micro-batch's, of weight `kappa`."""
+    """A gradient taken off a parameter, of weight `kappa`; `scale` makes the means of it and of the square."""
 
     grad: Tensor
     square: Tensor | None
     kappa: float
-    sign: float
+    scale: tuple[float, float]
+    borrowed: bool = False  # its memory is soon another's
+    signed: bool = False  # `maximize` and `loss_divisor` are in it
 
 
 class _Move(NamedTuple):
-    """What `step` does to parameters that share a history: w ← keep·w − size·m/(√v+eps), and new counters."""
+    """What `step` does to parameters that share a history: w ← decay·w − size·m/(√v+eps), and new counters."""
 
     params: list[Tensor]
     size: float
     eps: float
-    keep: float
+    decay: float
     counters: folding.Counters

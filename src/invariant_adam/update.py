@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ from . import checks, folding, hooks
 
 # Counts are sums of n/M; two that should be equal may differ by rounding.
 _ROUNDING = 1 + 1e-9
+
+
+class Fold(NamedTuple):
+    """A gradient, or a pair, that is counted and still to be folded: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g²."""
+
+    param: Tensor
+    grad: Tensor
+    square: Tensor | None
+    keep: tuple[float, float]
+    gain: tuple[float, float]
+    place: int  # on the tape of a capture; -1 where there is none
 
 
 @dataclass
@@ -28,6 +39,11 @@ class Update:
     kinds: set[bool] = field(default_factory=set)  # whether gradients came by one pass, plainly, or both
     nested: bool = False  # a gradient came from a backward inside a backward
     expected: float | None = None  # κ as the user declared it
+    # Counted and not folded: small gradients that share a launch at the end of their backward, and those that wait
+    # for the step because they are all that their parameter gets.
+    queue: dict[Tensor, Fold] = field(default_factory=dict)
+    late: dict[Tensor, Fold] = field(default_factory=dict)
+    queued: int = 0  # elements in the queue
 
     @property
     def kappa(self) -> float:
@@ -48,8 +64,8 @@ class Update:
         """Count the micro-batch of a `fold()` call."""
         self.micro_batches[len(self.micro_batches)] = weight
 
-    def count_backward(self, weight: float) -> None:
-        """Count the backward that is running, once, whichever of its gradients asks."""
+    def count_backward(self, weight: float, finish: Callable[[], None]) -> None:
+        """Count the backward that is running, once, whichever of its gradients asks; see `watch_backward`."""
         task = torch._C._current_graph_task_id()
         if task in self.micro_batches:
             return
@@ -57,14 +73,19 @@ class Update:
         nested = hooks.inside_backward()
         self.micro_batches[task] = 0.0 if nested else weight
         self.nested |= nested
-        self.watch_backward()
+        self.watch_backward(finish)
 
-    def watch_backward(self) -> None:
-        """Remember the backward that is running, if one is, until it has come to its end."""
+    def watch_backward(self, finish: Callable[[], None]) -> None:
+        """Remember the backward that is running, if one is, until it has come to its end; then call `finish`."""
         task = torch._C._current_graph_task_id()
         if task >= 0 and task not in self.unfinished:
             self.unfinished.add(task)
-            hooks.when_finished(self.unfinished.discard, task)
+
+            def finished() -> None:
+                self.unfinished.discard(task)
+                finish()
+
+            hooks.when_finished(finished)
 
     def check_whole(self, name: Callable[[Tensor], str]) -> None:
         """Refuse an update with nothing in it, with pieces missing, or with more than there should be.

@@ -1,20 +1,38 @@
 """Invariant Adam's passes over memory, by the fastest code that can take the tensors at hand.
 
-`adam_torch` runs everywhere. On a CUDA device with Triton, `adam_triton` serves `fold` and `step` in its place, from
-the same signatures; the same tests judge both.
+`adam_torch` runs everywhere. On a CUDA device with Triton, `adam_triton` serves `fold`, `step` and `fold_step` in its
+place, from the same signatures; the same tests judge both.
+
+Scalars are Python floats. Where a captured graph repeats a launch, they come from the device instead: `slots` is a row
+of eight numbers in the dtype of the moments, (keep₁, keep₂, gain₁, gain₂, size, eps, decay, unused), and wins over the
+floats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import adam_torch
 from .adam_torch import clip, guard
 
-__all__ = ["clip", "fold", "guard", "step"]
+__all__ = ["Target", "clip", "fold", "fold_step", "guard", "step"]
+
+
+class Target(NamedTuple):
+    """Where a kernel that makes a pair folds it itself: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g²."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    keep: tuple[float, float]
+    gain: tuple[float, float]
+    count: Tensor  # type: ignore[assignment]  # of elements left out because they are not finite
+    slots: Tensor | None = None  # keep and gain, the first four there, in place of the floats
 
 
 @cache
@@ -43,10 +61,11 @@ def fold(
     keep: tuple[float, float],
     gain: tuple[float, float],
     count: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
     """Fold gradients into the moments: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g² (see `adam_torch.fold`)."""
     serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
-    serving.fold(grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, count=count)
+    serving.fold(grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, count=count, slots=slots)
 
 
 def step(
@@ -56,8 +75,70 @@ def step(
     *,
     size: float,
     eps: float,
-    keep: float,
+    decay: float,
+    slots: Tensor | None = None,
 ) -> None:
-    """Move the weights: w ← keep·w − size·m / (√v + eps) (see `adam_torch.step`)."""
+    """Move the weights: w ← decay·w − size·m / (√v + eps) (see `adam_torch.step`)."""
     serving = _serving(params, exp_avgs, exp_avg_sqs)
-    serving.step(params, exp_avgs, exp_avg_sqs, size=size, eps=eps, keep=keep)
+    serving.step(params, exp_avgs, exp_avg_sqs, size=size, eps=eps, decay=decay, slots=slots)
+
+
+def fold_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    squares: list[Tensor] | None,
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    keep: tuple[float, float],
+    gain: tuple[float, float],
+    size: float,
+    eps: float,
+    decay: float,
+    count: Tensor,
+    slots: Tensor | None = None,
+) -> None:
+    """`fold`, then `step`, in one pass over memory where the kernels can: each tensor is read and written once."""
+    serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
+    if serving is not adam_torch:
+        serving = _serving(params, exp_avgs)
+    serving.fold_step(
+        params, grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, size=size, eps=eps, decay=decay,
+        count=count, slots=slots,
+    )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "invariant_adam::fold_step", mutates_args=("params", "grads", "squares", "exp_avgs", "exp_avg_sqs", "count")
+)
+def fold_step_op(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    scalars: Sequence[float],
+    count: Tensor,
+) -> None:
+    """`fold_step` as an operator that `torch.compile` takes as it is; scalars in the order of `slots`, seven of them.
+
+    `squares` is empty where gradients are to be squared. Both may be written over.
+    """
+    keep1, keep2, gain1, gain2, size, eps, decay = scalars
+    fold_step(
+        list(params), list(grads), list(squares) or None, list(exp_avgs), list(exp_avg_sqs),
+        keep=(keep1, keep2), gain=(gain1, gain2), size=size, eps=eps, decay=decay, count=count,
+    )  # fmt: skip
+
+
+@fold_step_op.register_fake
+def _(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    scalars: Sequence[float],
+    count: Tensor,
+) -> None:
+    return None

@@ -1,4 +1,4 @@
-"""Invariant Adam's passes over memory in plain torch, for every device: `guard`, `clip`, `fold`, `step`.
+"""Invariant Adam's passes over memory in plain torch, for every device: `guard`, `clip`, `fold`, `step`, `fold_step`.
 
 Each takes lists of tensors that share a device, a dtype per list and all scalars. The scalars are Python floats:
 a changed learning rate is a changed argument, so it costs neither a host sync nor a recompilation.
@@ -76,6 +76,7 @@ def fold(
     keep: tuple[float, float],
     gain: tuple[float, float],
     count: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
     """Fold one micro-batch, or the pair of a one-pass mini-batch, into the moments in place.
 
@@ -89,6 +90,7 @@ def fold(
         keep: factors on m and v; 1 after the first micro-batch of an update.
         gain: factors on g and g².
         count: where the elements are counted that `guard` leaves out.
+        slots: keep and gain on the device, in place of the floats (see `adam`).
 
     >>> g, m, v = torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([1.0])
     >>> fold([g], None, [m], [v], keep=(0.5, 0.25), gain=(0.5, 0.75), count=torch.tensor(0))
@@ -104,15 +106,23 @@ def fold(
             if grads[0].dtype == m[0].dtype
             else [x.to(y.dtype) for x, y in zip(grads[part], m, strict=True)]
         )
+        sq = None if squares is None else squares[part]
+        if slots is not None:
+            keep1, keep2, gain1, gain2 = slots[:4].unbind()
+            torch._foreach_mul_(m, keep1)
+            torch._foreach_add_(m, torch._foreach_mul(g, gain1))
+            torch._foreach_mul_(v, keep2)
+            torch._foreach_add_(v, torch._foreach_mul(torch._foreach_mul(g, g) if sq is None else sq, gain2))
+            continue
         if keep[0] != 1.0:
             torch._foreach_mul_(m, keep[0])
         torch._foreach_add_(m, g, alpha=gain[0])
         if keep[1] != 1.0:
             torch._foreach_mul_(v, keep[1])
-        if squares is None:
+        if sq is None:
             torch._foreach_addcmul_(v, g, g, value=gain[1])
         else:
-            torch._foreach_add_(v, squares[part], alpha=gain[1])
+            torch._foreach_add_(v, sq, alpha=gain[1])
 
 
 def step(
@@ -122,15 +132,16 @@ def step(
     *,
     size: float,
     eps: float,
-    keep: float,
+    decay: float,
+    slots: Tensor | None = None,
 ) -> None:
-    """Move the weights in place: w ← keep·w − size·m / (√v + eps).
+    """Move the weights in place: w ← decay·w − size·m / (√v + eps).
 
     Debiasing, normalisation and the learning rate are all inside `size` and `eps`, so that m and v are read once
     and never written.
 
     >>> w, m, v = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0])
-    >>> step([w], [m], [v], size=0.25, eps=0.0, keep=0.5)
+    >>> step([w], [m], [v], size=0.25, eps=0.0, decay=0.5)
     >>> w.item()
     0.25
     """
@@ -139,12 +150,47 @@ def step(
         # The arithmetic is done in the moments' precision and rounded to the weights' once.
         w = [x.to(y.dtype) for x, y in zip(params[part], m, strict=True)]
         denominators = torch._foreach_sqrt(v)
-        torch._foreach_add_(denominators, eps)
-        if keep != 1.0:
-            torch._foreach_mul_(w, keep)
-        torch._foreach_addcdiv_(w, m, denominators, value=-size)
+        if slots is None:
+            torch._foreach_add_(denominators, eps)
+            if decay != 1.0:
+                torch._foreach_mul_(w, decay)
+            torch._foreach_addcdiv_(w, m, denominators, value=-size)
+        else:
+            torch._foreach_add_(denominators, slots[5])
+            torch._foreach_mul_(w, slots[6])
+            torch._foreach_sub_(w, torch._foreach_mul(torch._foreach_div(m, denominators), slots[4]))
         if w[0] is not params[part][0]:
             torch._foreach_copy_(params[part], w)
+
+
+def fold_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    squares: list[Tensor] | None,
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    keep: tuple[float, float],
+    gain: tuple[float, float],
+    size: float,
+    eps: float,
+    decay: float,
+    count: Tensor,
+    slots: Tensor | None = None,
+) -> None:
+    """`fold`, then `step`, on one part of the lists after the other, so that a part is still in the cache.
+
+    >>> w, g, m, v = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([1.0])
+    >>> scalars = {"keep": (0.5, 0.25), "gain": (0.5, 0.75), "size": 0.25, "eps": 0.0, "decay": 1.0}
+    >>> fold_step([w], [g], None, [m], [v], **scalars, count=torch.tensor(0))
+    >>> round(w.item(), 4)  # 1 − 0.25·2/√7
+    0.811
+    """
+    for part in _parts(params):
+        m, v = exp_avgs[part], exp_avg_sqs[part]
+        sq = None if squares is None else squares[part]
+        fold(grads[part], sq, m, v, keep=keep, gain=gain, count=count, slots=slots)
+        step(params[part], m, v, size=size, eps=eps, decay=decay, slots=slots)
 
 
 def _parts(tensors: list[Tensor]) -> Iterator[slice]:

@@ -1,7 +1,8 @@
-"""The Triton twins of `adam.fold` and `adam.step`: one pass over memory each, many tensors in one launch.
+"""The Triton twins of `adam.fold`, `step` and `fold_step`: one pass over memory each, many tensors in one launch.
 
-    fold    reads g, m, v and writes m, v:  20 bytes per parameter in float32
-    step    reads w, m, v and writes w:     16 bytes
+    fold        reads g, m, v and writes m, v:        20 bytes per parameter in float32
+    step        reads w, m, v and writes w:           16 bytes
+    fold_step   reads g, m, v, w and writes m, v, w:  28 bytes
 
 A launch covers a list of tensors by two small tables on the device: their addresses, and for each block the tensor it
 works on and where in it. Moments and weights stay where they are, so the tables are made once and found again by
@@ -11,6 +12,7 @@ their addresses. Scalars are ordinary arguments, which Triton does not specialis
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -40,29 +42,64 @@ def _fold_block(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit
     else:
         x = tl.where(good, x, 0.0)
         square = x * x
-    tl.store(m + at, keep1 * tl.load(m + at, mask=inside) + gain1 * x, mask=inside)
-    tl.store(v + at, keep2 * tl.load(v + at, mask=inside) + gain2 * square, mask=inside)
+    first = keep1 * tl.load(m + at, mask=inside) + gain1 * x
+    second = keep2 * tl.load(v + at, mask=inside) + gain2 * square
+    tl.store(m + at, first, mask=inside)
+    tl.store(v + at, second, mask=inside)
     bad = good == 0
     if inside is not None:
         bad = bad & inside
     bad_here = tl.sum(bad.to(tl.int32), 0)
     if bad_here > 0:
         tl.atomic_add(count, bad_here.to(tl.int64))
+    return first, second
+
+
+@triton.jit
+def _step_block(w, first, second, at, inside, size, eps, decay, W: tl.constexpr):
+    """w ← decay·w − size·m/(√v + eps) on one block, m and v at hand."""
+    x = tl.load(w + at, mask=inside).to(tl.float32)
+    move = first / (tl.sqrt(second) + eps)
+    tl.store(w + at, (decay * x - size * move).to(W), mask=inside)
+
+
+@triton.jit
+def _fold_scalars(slots, keep1, keep2, gain1, gain2):
+    if slots is not None:
+        keep1, keep2, gain1, gain2 = tl.load(slots), tl.load(slots + 1), tl.load(slots + 2), tl.load(slots + 3)
+    return keep1, keep2, gain1, gain2
+
+
+@triton.jit
+def _step_scalars(slots, size, eps, decay):
+    if slots is not None:
+        size, eps, decay = tl.load(slots + 4), tl.load(slots + 5), tl.load(slots + 6)
+    return size, eps, decay
+
+
+@triton.jit
+def _place(tensors, blocks, sizes, N: tl.constexpr, SIZE: tl.constexpr):
+    """The row of addresses of this block's tensor, where in it the block begins, and the tensor's size."""
+    tensor = tl.load(blocks + 2 * tl.program_id(0))
+    first = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * SIZE
+    return tensors + N * tensor, first, tl.load(sizes + tensor)
+
+
+@triton.jit
+def _pointer(row, i: tl.constexpr, T: tl.constexpr):
+    return tl.multiple_of(tl.load(row + i).to(tl.pointer_type(T)), 16)
 
 
 @triton.jit
 def _fold(
-    tensors, blocks, sizes, count, keep1, keep2, gain1, gain2, limit,
+    tensors, blocks, sizes, slots, count, keep1, keep2, gain1, gain2, limit,
     G: tl.constexpr, HAS_S: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One block of one tensor; tensors is (n, 4): the addresses of g, g², m, v."""
-    tensor = tl.load(blocks + 2 * tl.program_id(0))
-    first = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * SIZE
-    n = tl.load(sizes + tensor)
-    g = tl.multiple_of(tl.load(tensors + 4 * tensor).to(tl.pointer_type(G)), 16)
-    s = tl.multiple_of(tl.load(tensors + 4 * tensor + 1).to(tl.pointer_type(tl.float32)), 16)
-    m = tl.multiple_of(tl.load(tensors + 4 * tensor + 2).to(tl.pointer_type(tl.float32)), 16)
-    v = tl.multiple_of(tl.load(tensors + 4 * tensor + 3).to(tl.pointer_type(tl.float32)), 16)
+    keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
+    row, first, n = _place(tensors, blocks, sizes, 4, SIZE)
+    g, s = _pointer(row, 0, G), _pointer(row, 1, tl.float32)
+    m, v = _pointer(row, 2, tl.float32), _pointer(row, 3, tl.float32)
     at = first + tl.arange(0, SIZE)
     if first + SIZE <= n:
         _fold_block(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
@@ -71,8 +108,9 @@ def _fold(
 
 
 @triton.jit
-def _fold_one(g, s, m, v, n, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr, SIZE: tl.constexpr):
+def _fold_one(g, s, m, v, n, slots, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr, SIZE: tl.constexpr):
     """One block of the only tensor."""
+    keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
     first = tl.program_id(0).to(tl.int64) * SIZE
     at = first + tl.arange(0, SIZE)
     if first + SIZE <= n:
@@ -82,27 +120,37 @@ def _fold_one(g, s, m, v, n, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl
 
 
 @triton.jit
-def _step_block(w, m, v, at, inside, size, eps, keep, W: tl.constexpr):
-    """w ← keep·w − size·m/(√v + eps) on one block."""
-    x = tl.load(w + at, mask=inside).to(tl.float32)
-    move = tl.load(m + at, mask=inside) / (tl.sqrt(tl.load(v + at, mask=inside)) + eps)
-    tl.store(w + at, (keep * x - size * move).to(W), mask=inside)
+def _step(tensors, blocks, sizes, slots, size, eps, decay, W: tl.constexpr, SIZE: tl.constexpr):
+    """One block of one tensor; tensors is (n, 3): the addresses of w, m, v."""
+    size, eps, decay = _step_scalars(slots, size, eps, decay)
+    row, first, n = _place(tensors, blocks, sizes, 3, SIZE)
+    w, m, v = _pointer(row, 0, W), _pointer(row, 1, tl.float32), _pointer(row, 2, tl.float32)
+    at = first + tl.arange(0, SIZE)
+    if first + SIZE <= n:
+        _step_block(w, tl.load(m + at), tl.load(v + at), at, None, size, eps, decay, W)
+    else:
+        inside = at < n
+        _step_block(w, tl.load(m + at, mask=inside), tl.load(v + at, mask=inside), at, inside, size, eps, decay, W)
 
 
 @triton.jit
-def _step(tensors, blocks, sizes, size, eps, keep, W: tl.constexpr, SIZE: tl.constexpr):
-    """One block of one tensor; tensors is (n, 3): the addresses of w, m, v."""
-    tensor = tl.load(blocks + 2 * tl.program_id(0))
-    first = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * SIZE
-    n = tl.load(sizes + tensor)
-    w = tl.multiple_of(tl.load(tensors + 3 * tensor).to(tl.pointer_type(W)), 16)
-    m = tl.multiple_of(tl.load(tensors + 3 * tensor + 1).to(tl.pointer_type(tl.float32)), 16)
-    v = tl.multiple_of(tl.load(tensors + 3 * tensor + 2).to(tl.pointer_type(tl.float32)), 16)
+def _fold_step(
+    tensors, blocks, sizes, slots, count, keep1, keep2, gain1, gain2, limit, size, eps, decay,
+    W: tl.constexpr, G: tl.constexpr, HAS_S: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One block of one tensor; tensors is (n, 5): the addresses of w, g, g², m, v."""
+    keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
+    size, eps, decay = _step_scalars(slots, size, eps, decay)
+    row, first, n = _place(tensors, blocks, sizes, 5, SIZE)
+    w, g, s = _pointer(row, 0, W), _pointer(row, 1, G), _pointer(row, 2, tl.float32)
+    m, v = _pointer(row, 3, tl.float32), _pointer(row, 4, tl.float32)
     at = first + tl.arange(0, SIZE)
     if first + SIZE <= n:
-        _step_block(w, m, v, at, None, size, eps, keep, W)
+        a, b = _fold_block(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+        _step_block(w, a, b, at, None, size, eps, decay, W)
     else:
-        _step_block(w, m, v, at, at < n, size, eps, keep, W)
+        a, b = _fold_block(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+        _step_block(w, a, b, at, at < n, size, eps, decay, W)
 
 
 def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:
@@ -127,9 +175,10 @@ def fold(
     keep: tuple[float, float],
     gain: tuple[float, float],
     count: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
     """Fold as `adam.fold` does, non-finite elements left out and counted in the same pass."""
-    scalars = (count, *keep, *gain, LIMIT)
+    scalars = (slots, count, *keep, *gain, LIMIT)
     has = squares is not None
     if len(grads) == 1:
         g, s = grads[0], (squares or grads)[0]
@@ -139,11 +188,10 @@ def fold(
                 g, s, exp_avgs[0], exp_avg_sqs[0], g.numel(), *scalars, HAS_S=has, SIZE=BLOCK, num_warps=WARPS
             )
         return
-    blocks, sizes, n = _blocks(tuple(g.numel() for g in grads), grads[0].device)
-    tensors = _addresses(_pointers(grads, squares or grads, exp_avgs, exp_avg_sqs), grads[0].device)
+    tables, n = _tables(grads, squares or grads, exp_avgs, exp_avg_sqs)
     if n:
         g_type: Any = DTYPES[grads[0].dtype]
-        _fold[(n,)](tensors, blocks, sizes, *scalars, G=g_type, HAS_S=has, SIZE=BLOCK, num_warps=WARPS)
+        _fold[(n,)](*tables, *scalars, G=g_type, HAS_S=has, SIZE=BLOCK, num_warps=WARPS)
 
 
 def step(
@@ -153,35 +201,79 @@ def step(
     *,
     size: float,
     eps: float,
-    keep: float,
+    decay: float,
+    slots: Tensor | None = None,
 ) -> None:
     """Step as `adam.step` does."""
-    blocks, sizes, n = _blocks(tuple(p.numel() for p in params), params[0].device)
-    tensors = _addresses(_pointers(params, exp_avgs, exp_avg_sqs), params[0].device)
+    tables, n = _tables(params, exp_avgs, exp_avg_sqs)
     if n:
         w_type: Any = DTYPES[params[0].dtype]
-        _step[(n,)](tensors, blocks, sizes, size, eps, keep, W=w_type, SIZE=BLOCK, num_warps=WARPS)
+        _step[(n,)](*tables, slots, size, eps, decay, W=w_type, SIZE=BLOCK, num_warps=WARPS)
 
 
-def _pointers(*lists: list[Tensor]) -> tuple[int, ...]:
-    return tuple(t.data_ptr() for row in zip(*lists, strict=True) for t in row)
+def fold_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    squares: list[Tensor] | None,
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    keep: tuple[float, float],
+    gain: tuple[float, float],
+    size: float,
+    eps: float,
+    decay: float,
+    count: Tensor,
+    slots: Tensor | None = None,
+) -> None:
+    """Fold and step as `adam.fold_step` does, in one launch."""
+    tables, n = _tables(params, grads, squares or grads, exp_avgs, exp_avg_sqs)
+    if n:
+        types: Any = {"W": DTYPES[params[0].dtype], "G": DTYPES[grads[0].dtype]}
+        _fold_step[(n,)](
+            *tables, slots, count, *keep, *gain, LIMIT, size, eps, decay,
+            **types, HAS_S=squares is not None, SIZE=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _tables(*lists: list[Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """Addresses, blocks and sizes of a launch over `lists`, and how many blocks it has."""
+    device = lists[0][0].device
+    pointers = tuple(t.data_ptr() for row in zip(*lists, strict=True) for t in row)
+    numels = tuple(t.numel() for t in lists[0])
+    if shelf is not None:  # found again by nobody else: a graph must own what it reads
+        tables, n = _cut(numels)
+        address, blocks, sizes = (shelf(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
+        return (address, blocks, sizes), n
+    blocks, sizes, n = _blocks(numels, device)
+    return (_addresses(pointers, device), blocks, sizes), n
+
+
+# Where the tables of a graph that is being captured go (see `graphs`): host table, device -> table on the device.
+shelf: Callable[[Tensor, torch.device], Tensor] | None = None
 
 
 @lru_cache(maxsize=64)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    return _upload(torch.tensor(pointers, dtype=torch.int64), device)
+    return upload(torch.tensor(pointers, dtype=torch.int64), device)
 
 
 @lru_cache(maxsize=64)
 def _blocks(numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    (blocks, sizes), n = _cut(numels)
+    return upload(blocks, device), upload(sizes, device), n
+
+
+def _cut(numels: tuple[int, ...]) -> tuple[tuple[Tensor, Tensor], int]:
     """For each block of `BLOCK` elements, the tensor it is of and its place there; and the sizes of the tensors."""
     counts = torch.tensor([triton.cdiv(n, BLOCK) for n in numels], dtype=torch.int64)
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
     place = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     table = torch.stack([tensor, place], 1).to(torch.int32)
-    return _upload(table, device), _upload(torch.tensor(numels, dtype=torch.int64), device), len(tensor)
+    return (table, torch.tensor(numels, dtype=torch.int64)), len(tensor)
 
 
-def _upload(table: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory, so that the host does not wait; the copy keeps its source alive until it is done.
+def upload(table: Tensor, device: torch.device) -> Tensor:
+    """Copy a table to the device without making the host wait."""
+    # From pinned memory, which the copy keeps alive until it is done.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

@@ -26,7 +26,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tuning
+from .adam import Target
 from .adam_triton import LIMIT
+
+Into = Target
 
 
 class Config(NamedTuple):
@@ -39,17 +42,6 @@ class Config(NamedTuple):
     stages: int = 4
     band: int = 8  # tile rows that neighbouring blocks share columns over
     split: bool = True  # whether the last round's tiles may be cut
-
-
-class Into(NamedTuple):
-    """Moments that take the result in place of memory: m ← keep₁m + gain₁dW, v ← keep₂v + gain₂S."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    keep: tuple[float, float]
-    gain: tuple[float, float]
-    count: Tensor  # type: ignore[assignment]  # of the elements left out because they were not finite
-    slots: Tensor | None = None  # keep and gain on the device, in place of the floats
 
 
 @triton.jit
@@ -151,7 +143,7 @@ def serves(G: Tensor) -> bool:
 
 
 def gemm_square(
-    G: Tensor, X: Tensor, c: Tensor | None = None, *, into: Into | None = None, config: Config | None = None
+    G: Tensor, X: Tensor, c: Tensor | None = None, *, into: Target | None = None, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) in float32, of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares.
 

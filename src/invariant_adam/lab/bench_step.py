@@ -111,7 +111,7 @@ def number_of_rows(todo: list[Job]) -> int:
 
 
 def _rows_of(work: str) -> list[str]:
-    return [work] if work in UPDATES else [name for name in KERNELS if name != "fold_step" or _fused()]
+    return [work] if work in UPDATES else list(KERNELS)
 
 
 def measure(todo: list[Job], rows: Rows, *, device: str, rounds: int, tell: Tell) -> Iterator[dict[str, Any]]:
@@ -151,10 +151,6 @@ def _settings(tensors: str, work: str, kappa: int | None) -> dict[str, Any]:
     return {"tensors": tensors, "work": work, "kappa": kappa}
 
 
-def _fused() -> bool:
-    return hasattr(kernels, "fold_step")
-
-
 def _kernels(sizes: list[int], device: torch.device) -> dict[str, timing.Work]:
     """The passes over memory, each on the same tensors."""
     g, w, m, v = ([torch.randn(n, device=device) * 1e-3 for n in sizes] for _ in range(4))
@@ -164,13 +160,13 @@ def _kernels(sizes: list[int], device: torch.device) -> dict[str, timing.Work]:
     steps = [torch.tensor(5.0, device=device) for _ in sizes]
     count = torch.zeros((), dtype=torch.int64, device=device)
     source, target = (torch.empty(sum(sizes), device=device) for _ in range(2))
-    keep, gain, move = (0.9, 0.999), (0.1, 0.001), {"size": 1e-6, "eps": 1e-8}
+    keep, gain, size, eps = (0.9, 0.999), (0.1, 0.001), 1e-6, 1e-8
 
     def fold() -> None:
         kernels.fold(g, None, m, v, keep=keep, gain=gain, count=count)
 
     def step() -> None:
-        kernels.step(w, m, v, keep=0.9999, **move)
+        kernels.step(w, m, v, size=size, eps=eps, decay=0.9999)
 
     def both() -> None:
         fold()
@@ -184,9 +180,11 @@ def _kernels(sizes: list[int], device: torch.device) -> dict[str, timing.Work]:
 
     work: dict[str, timing.Work] = {"copy": lambda: target.copy_(source), "fold": fold, "step": step}
     work |= {"fold+step": both, "adamw": adamw}
-    if _fused():
-        fused: Any = getattr(kernels, "fold_step")  # noqa: B009 - not in every version
-        work["fold_step"] = lambda: fused(w, g, m, v, keep=keep, gain=gain, count=count, decay=0.9999, **move)
+
+    def fused() -> None:
+        kernels.fold_step(w, g, None, m, v, keep=keep, gain=gain, count=count, size=size, eps=eps, decay=0.9999)
+
+    work["fold_step"] = fused
     return work
 
 

@@ -465,7 +465,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine.known, engine.single = True, kappa == 1
         if Sink.open is not None:
             Sink.open.kappa = batch / self.micro
-            Sink.open.scale = (1.0, float(kappa)) if self.reduction == "mean" else (1 / kappa, 1 / kappa)
+            Sink.open.scale = engine.groups.scale(self.reduction)
 
     def _harvest(self) -> None:
         """Hand over what the backward left."""
@@ -511,19 +511,16 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         assert grad is not None
         if entry.done:
             raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
+        scale = (1.0, 1.0)
         if engine.single:
             square = grad.detach().to(entry.companion.dtype).square()
         else:
             assert square is not None
-            if self.reduction == "mean":
-                square = square.mul_(groups.kappa)
-            else:
-                square = square.div_(groups.kappa)
-                grad = grad.div_(groups.kappa)
+            scale = groups.scale(self.reduction)
         p.grad = entry.before
         entry.companion.grad = None
         entry.done = True
-        pair.put(p, grad, square, groups.batch / self.micro)
+        pair.put(p, grad, square, groups.batch / self.micro, scale)
 
 
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:

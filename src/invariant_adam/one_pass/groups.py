@@ -47,6 +47,10 @@ class Groups:
         # One coefficient W/(κ W_k) per group; None where all are 1.
         self.c = c
 
+    def scale(self, reduction: str) -> tuple[float, float]:
+        """The factors that make mean g and mean g² of the sums Σ s_k and Σ c_k s_k² of a backward."""
+        return (1.0, float(self.kappa)) if reduction == "mean" else (1 / self.kappa, 1 / self.kappa)
+
     def axis_of(self, shape: torch.Size, leading: int) -> int | None:
         """The batch dimension among the first `leading` dimensions of `shape`, or None.
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
 
 
+SMALL = 1 << 16  # elements
+
+
 class Sink:
     """The optimizer that takes the pairs of an open context."""
 
@@ -78,9 +81,9 @@ class Sink:
         dW, S = kernels.gemm_square(G, X, c)
         self._hand(entry, dW.view(entry.param.shape), S.view(entry.param.shape))
 
-    def pair(self, key: int, dW: Tensor, S: Tensor) -> None:
-        """Fold a pair that is made."""
-        self._hand(self._claim(key), dW, S)
+    def pair(self, key: int, dW: Tensor, S: Tensor, *, borrowed: bool = False) -> None:
+        """Fold a pair that is made; at once, where its memory is borrowed (see `pair.put`)."""
+        self._hand(self._claim(key), dW, S, borrowed)
 
     def _claim(self, key: int) -> Entry:
         entry = self.entries[key]
@@ -92,10 +95,9 @@ class Sink:
         entry.done, entry.arrived = True, 1
         return entry
 
-    def _hand(self, entry: Entry, dW: Tensor, S: Tensor) -> None:
+    def _hand(self, entry: Entry, dW: Tensor, S: Tensor, borrowed: bool = False) -> None:
         p = entry.param
-        grad = dW if self.scale[0] == 1.0 else dW * self.scale[0]
-        pair.put(p, grad.to(p.dtype), S * self.scale[1], self.kappa)
+        pair.put(p, dW.to(p.dtype), S, self.kappa, self.scale, borrowed=borrowed)
 
 
 def products(handle: Handle, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
@@ -164,9 +166,11 @@ def _into_convolution(
 
 @torch.library.custom_op("invariant_adam::into_pair", mutates_args=())
 def _into_pair(dW: Tensor, S: Tensor, key: int) -> Tensor:
-    if S.numel() < 1 << 16:  # small ones may wait, and the graph takes its memory back
+    # The graph takes its memory back. Small pairs are copied, so that they may wait for others to share a launch with.
+    borrowed = S.numel() >= SMALL
+    if not borrowed:
         dW, S = dW.clone(), S.clone()
-    _open().pair(key, dW, S)
+    _open().pair(key, dW, S, borrowed=borrowed)
     return _ticket(S)
 
 

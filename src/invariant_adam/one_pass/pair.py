@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _armed = WeakTensorKeyDictionary()
 # Parameter -> what to call when its pair is complete.
 _subscribers = WeakTensorKeyDictionary()
+_ONES = (1.0, 1.0)
 
 
 class Pair(NamedTuple):
@@ -31,6 +32,8 @@ class Pair(NamedTuple):
     grad: Tensor
     grad_sq: Tensor
     kappa: float
+    scale: tuple[float, float] = _ONES  # factors still to be put on grad and grad_sq
+    borrowed: bool = False  # the memory of both is soon another's: they cannot wait
 
 
 def arm(p: Tensor) -> None:
@@ -61,17 +64,40 @@ def has_taker(p: Tensor) -> bool:
     return p in _subscribers
 
 
-def put(p: Tensor, grad: Tensor, grad_sq: Tensor, kappa: float) -> None:
-    """Leave a pair on `p`, averaged with the pair that is already there."""
+def put(
+    p: Tensor,
+    grad: Tensor,
+    grad_sq: Tensor,
+    kappa: float,
+    scale: tuple[float, float] = _ONES,
+    *,
+    borrowed: bool = False,
+) -> None:
+    """Leave a pair on `p`, averaged with the pair that is already there.
+
+    Args:
+        p: the parameter.
+        grad: mean_k g_k, or what `scale[0]` makes it of.
+        grad_sq: mean_k g_k², or what `scale[1]` makes it of.
+        kappa: κ, micro-batches in the means.
+        scale: factors that an optimizer that takes the pair at once puts on it in passing; else both tensors are
+            multiplied in place.
+        borrowed: whether the caller will write over both afterwards, as a compiled graph does.
+    """
+    taker = _subscribers.get(p)
     before = peek(p)
+    if taker is None or before is not None:  # it stays for all to read
+        for tensor, factor in zip((grad, grad_sq), scale, strict=True):
+            if factor != 1.0:
+                tensor.mul_(factor)
+        scale = _ONES
     if before is not None:
         total = before.kappa + kappa
-        grad = (before.grad * before.kappa + grad * kappa) / total
-        grad_sq = (before.grad_sq * before.kappa + grad_sq * kappa) / total
-        kappa = total
+        grad = (before.grad * (before.scale[0] * before.kappa) + grad * kappa) / total
+        grad_sq = (before.grad_sq * (before.scale[1] * before.kappa) + grad_sq * kappa) / total
+        kappa, borrowed = total, False
     p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
-    grad_sq.made_with = grad._version  # type: ignore[attr-defined]
-    taker = _subscribers.get(p)
+    grad_sq.made_with = grad._version, scale, borrowed  # type: ignore[attr-defined]
     if taker is not None:
         taker(p)
 
@@ -89,13 +115,14 @@ def peek(p: Tensor) -> Pair | None:
             "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
             "the optimizer's zero_grad()"
         )
-    if getattr(grad_sq, "made_with", p.grad._version) != p.grad._version:
+    version, scale, borrowed = getattr(grad_sq, "made_with", (p.grad._version, _ONES, False))
+    if version != p.grad._version:
         raise RuntimeError(
             f"p.grad of a parameter of shape {tuple(p.shape)} was changed in place after one_pass left it (clipped? "
             "unscaled by a GradScaler?), and p.grad_sq was not: they do not belong together. Use bfloat16 instead of "
             "a GradScaler, and no clipping with one_pass; clear the pair with the optimizer's zero_grad()"
         )
-    return Pair(p.grad, grad_sq, float(kappa))
+    return Pair(p.grad, grad_sq, float(kappa), scale, borrowed)
 
 
 def take(p: Tensor) -> Pair | None:

@@ -1,0 +1,308 @@
+"""`capture`: a whole update, from forward to step, as one CUDA graph.
+
+A graph repeats launches with the arguments they were captured with, and an update's scalars change from update to
+update. So the launches of a captured update read them from the device, one row of slots each; the optimizer writes on a
+`Tape` what came when, and before each replay goes through its own arithmetic again, without a launch, to fill the rows.
+Counters, schedules and debiasing advance on the host exactly as in an eager update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import folding
+from .kernels import adam as kernels
+from .optimizer import InvariantAdam
+from .update import Update
+
+WIDTH = 8  # numbers in a row of slots: see `kernels.adam`
+_ROWS = 1 << 14  # launches of one update at most
+_BUFFERS = 4  # updates that the host may be ahead
+
+
+class Arrival(NamedTuple):
+    """A gradient that a captured update counts: the arguments of `InvariantAdam._count`."""
+
+    param: Tensor
+    kappa: float
+    scale: tuple[float, float]
+    paired: bool
+    signed: bool
+
+
+class Launch(NamedTuple):
+    """A launch of a captured update: whose scalars its row holds."""
+
+    dtype: torch.dtype
+    place: int | None  # of the arrival whose keep and gain they are
+    param: Tensor | None  # whose size, eps and decay
+
+
+class Tape:
+    """What a captured update does, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.arrivals: list[Arrival] = []
+        self.launches: list[Launch] = []
+        self.update: Update | None = None  # as it was at the step
+        # Made before the capture, since what a graph allocates inside it may share its memory with others.
+        self._tables = {
+            dtype: torch.zeros(_ROWS, WIDTH, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)
+        }
+
+    def arrive(
+        self, p: Tensor, part: folding.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
+    ) -> int:
+        """Note a gradient; return its place."""
+        if part.a is None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} gets its first gradient of all in the update that is captured, "
+                "where its moments have no scale yet; let each parameter take part in the updates before"
+            )
+        if self.update is not None:
+            raise RuntimeError(_TWICE)
+        self.arrivals.append(Arrival(p, kappa, scale, paired, signed))
+        return len(self.arrivals) - 1
+
+    def slots(self, moment: Tensor, place: int | None = None, param: Tensor | None = None) -> Tensor:
+        """Return the row that a launch on `moment` and its like is to read."""
+        table = self._tables[moment.dtype]
+        row = len(self.launches)
+        if row == _ROWS:
+            raise RuntimeError(f"a captured update can have at most {_ROWS} launches of folds and steps; capture less")
+        self.launches.append(Launch(moment.dtype, place, param))
+        return table[row]
+
+    def close(self, update: Update) -> None:
+        """Note the step."""
+        if self.update is not None:
+            raise RuntimeError(_TWICE)
+        self.update = update
+
+    def fill(self, rows: list[list[float]], copy: Callable[[Tensor, list[list[float]]], None]) -> None:
+        """Give each launch its row."""
+        for dtype in {launch.dtype for launch in self.launches}:
+            copy(self._tables[dtype][: len(rows)], rows)
+
+
+_TWICE = "the captured function closes more than one update; call opt.step() in it once, as the last of the optimizer"
+
+
+class Captured:
+    """An update on a CUDA graph: call it to train on what now stands in the inputs.
+
+    Args:
+        optimizer: the optimizer that `update` steps.
+        update: runs forward, backward and `optimizer.step()`.
+    """
+
+    def __init__(self, optimizer: InvariantAdam, update: Callable[[], Any]) -> None:
+        self.optimizer = optimizer
+        params = list(optimizer._params())
+        self._tape = Tape(params[0].device)
+        self.graph = torch.cuda.CUDAGraph() if params[0].is_cuda else None
+        self._feed = _Feed()
+        optimizer._tape = self._tape
+        try:
+            self.output = self._record(update)
+        except BaseException:
+            optimizer._update = Update()
+            optimizer.zero_grad()
+            raise
+        finally:
+            optimizer._tape = None
+        if self._tape.update is None:
+            optimizer._update = Update()
+            raise RuntimeError("the captured function did not call opt.step(), so that no update was captured")
+        self._held = self._holding()
+        self._baked = _baked(optimizer)
+
+    def _record(self, update: Callable[[], Any]) -> Any:
+        assert self.graph is not None
+        shelf = _Shelf(self.optimizer)
+        with torch.cuda.graph(self.graph), shelf.standing():
+            output = update()
+        shelf.fill()
+        self._shelf = shelf  # the graph reads it
+        return output
+
+    def _replay(self) -> None:
+        assert self.graph is not None
+        self.graph.replay()
+
+    def __call__(self) -> Any:
+        """Run the update again; returns what `update` returned when it was captured, with its new contents."""
+        optimizer = self.optimizer
+        if optimizer._update.parts or optimizer._update.expected is not None:
+            raise RuntimeError(
+                "an update is open (a backward, a fold() or an expect() came before): a captured update is a whole "
+                "one; close it with opt.step(), or drop it with opt.abandon()"
+            )
+        if self._holding() != self._held:
+            raise RuntimeError(
+                "the parameters or the moments are in another place than when the update was captured (a checkpoint "
+                "was loaded, the model moved, a group added); capture it again"
+            )
+        if _baked(optimizer) != self._baked:
+            raise RuntimeError(
+                f"the captured update has {self._baked} in it, now {_baked(optimizer)} is asked for; capture it again"
+            )
+        self._tape.fill(optimizer._replan(self._tape), self._feed)
+        self._replay()
+        return self.output
+
+    def _holding(self) -> list[int]:
+        """Where everything is that the graph writes to."""
+        optimizer, found = self.optimizer, []
+        for p in optimizer._params():
+            state = optimizer.state[p]
+            found += [p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()]
+        return found
+
+
+def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[], Any]:
+    """Capture an update in a CUDA graph, so that the host's part of a step is one launch.
+
+    `update` runs forward, backward (κ of them, or one in `one_pass`) and `optimizer.step()`, on inputs that stay where
+    they are: copy each new mini-batch into them, then call what `capture` returns. The first three updates are made
+    here, so have the first mini-batch in place. The learning rate, the betas, ε, decoupled decay and sample-based
+    schedules may change between calls; κ may not. On a CPU, where there is nothing to capture, calls run `update`.
+
+    Args:
+        optimizer: the optimizer that `update` steps.
+        update: the update; whatever it does beside launching on the GPU happens in the first three calls only.
+
+    >>> net, x = torch.nn.Linear(3, 1), torch.zeros(8, 3)
+    >>> opt = InvariantAdam(net.parameters(), micro_batch_size=8)
+    >>> def update():
+    ...     net(x).square().mean().backward()
+    ...     opt.step()
+    >>> train = capture(opt, update)
+    >>> for _ in range(2):
+    ...     _ = x.copy_(torch.randn(8, 3))
+    ...     train()
+    >>> opt.samples_seen
+    40
+    """
+    _refuse(optimizer)
+    params = list(optimizer._params())
+    if not params[0].is_cuda:
+        for _ in range(3):
+            update()
+        return update
+    stream = torch.cuda.Stream(params[0].device)
+    stream.wait_stream(torch.cuda.current_stream(params[0].device))
+    with torch.cuda.stream(stream):  # a graph is captured on a stream of its own, as are these: kernels are made here
+        for _ in range(2):
+            update()
+    torch.cuda.current_stream(params[0].device).wait_stream(stream)
+    captured = Captured(optimizer, update)
+    captured()
+    return captured
+
+
+def _refuse(optimizer: InvariantAdam) -> None:
+    if not isinstance(optimizer, InvariantAdam):
+        raise TypeError(f"capture needs an InvariantAdam, got {type(optimizer).__name__}")
+    devices = {p.device for p in optimizer._params()}
+    if len(devices) > 1:
+        raise ValueError(f"capture needs all parameters on one device, got {', '.join(sorted(map(str, devices)))}")
+    if optimizer._on_nonfinite == "raise":
+        raise ValueError(
+            'on_nonfinite="raise" asks the device at every step, which a graph cannot; use "skip" and read '
+            "opt.nonfinite now and then"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError(
+            "the optimizer has step hooks, which a replay would not call; remove them, or use "
+            "opt.register_update_hook, which it calls"
+        )
+    if optimizer._update.parts:
+        raise RuntimeError("capture in the middle of an update; close it with opt.step() or drop it with opt.abandon()")
+
+
+def _baked(optimizer: InvariantAdam) -> dict[str, Any]:
+    """What is in the launches themselves, not in their slots."""
+    baked: dict[str, Any] = {"max_micro_norm": optimizer.max_micro_norm}
+    coupled = []
+    for group in optimizer.param_groups:
+        l2 = group["weight_decay"] and not group["decoupled_weight_decay"]
+        coupled.append((group["weight_decay"], group["maximize"]) if l2 else None)
+    baked["weight_decay and maximize of each group"] = coupled
+    if any(coupled) or optimizer.max_micro_norm is not None:
+        baked["loss_divisor"] = optimizer.loss_divisor
+    return baked
+
+
+class _Feed:
+    """Copies rows to the device from pinned memory, which is not written over before it was read."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, list[tuple[Tensor, Any]]] = {}
+        self._turn = 0
+
+    def __call__(self, table: Tensor, rows: list[list[float]]) -> None:
+        values = torch.tensor(rows, dtype=table.dtype)
+        if not table.is_cuda:
+            table.copy_(values)
+            return
+        if table.dtype not in self._buffers:
+            self._buffers[table.dtype] = [
+                (torch.empty_like(values, pin_memory=True), torch.cuda.Event()) for _ in range(_BUFFERS)
+            ]
+        self._turn += 1
+        buffer, read = self._buffers[table.dtype][self._turn % _BUFFERS]
+        read.synchronize()
+        buffer.copy_(values)
+        table.copy_(buffer, non_blocking=True)
+        read.record(torch.cuda.current_stream(table.device))
+
+
+class _Shelf:
+    """Room on the device for the tables of a graph's launches, which are written when its capture is over.
+
+    During a capture nothing can be copied from the host, and what is allocated may share its memory with others.
+    """
+
+    def __init__(self, optimizer: InvariantAdam) -> None:
+        params = list(optimizer._params())
+        blocks = sum(ceil(p.numel() / 1024) for p in params)
+        # A launch over all parameters takes five addresses, a size and the blocks of each; there are κ and a step.
+        room = (ceil(optimizer.param_groups[0]["kappa"]) + 2) * (8 * blocks + 64 * len(params) + 256) + (1 << 20)
+        self._bytes = torch.empty(room, dtype=torch.uint8, device=params[0].device)
+        self._used = 0
+        self._tables: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        triton: Any = kernels._triton()
+        if triton is None:
+            yield
+            return
+        triton.shelf = self._place
+        try:
+            yield
+        finally:
+            triton.shelf = None
+
+    def _place(self, table: Tensor, device: torch.device) -> Tensor:
+        size = table.numel() * table.element_size()
+        start, self._used = self._used, self._used + ceil(size / 16) * 16
+        if self._used > len(self._bytes):
+            raise RuntimeError(
+                f"the tables of a captured update need more than the {len(self._bytes)} bytes set aside for κ = the "
+                "last update's; make the updates before it like the one that is captured"
+            )
+        room = self._bytes[start : start + size].view(table.dtype).view(table.shape)
+        self._tables.append((room, table))
+        return room
+
+    def fill(self) -> None:
+        for room, table in self._tables:
+            room.copy_(table)

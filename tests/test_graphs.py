@@ -1,0 +1,266 @@
+"""`capture`: replays with slots make the updates that eager calls make, counters and schedules included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import flat
+from torch import nn
+
+import invariant_adam as ia
+from invariant_adam import graphs, optimizer
+from invariant_adam.kernels import adam as kernels
+
+try:
+    from invariant_adam.kernels import adam_triton
+except ImportError:
+    adam_triton = None
+
+
+class Rehearsed(graphs.Captured):
+    """A graph of the optimizer's kernels alone: for a loss that is linear in the weights, gradients stay the same."""
+
+    def _record(self, update):
+        self.calls = []
+        plain = {name: getattr(kernels, name) for name in ("fold", "step", "fold_step")}
+
+        def recorder(name):
+            def call(*lists, **scalars):
+                assert scalars["slots"] is not None
+                # floats are poisoned: a replay must not read them
+                poisoned = {
+                    key: type(x)([float("nan")] * 2) if isinstance(x, tuple) else float("nan")
+                    for key, x in scalars.items()
+                    if key not in ("slots", "count")
+                }
+                kept = {key: scalars[key] for key in ("slots", "count") if key in scalars}
+                self.calls.append(lambda: plain[name](*lists, **poisoned, **kept))
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in plain:
+                patch.setattr(kernels, name, recorder(name))
+            return update()
+
+    @torch.no_grad()
+    def _replay(self):
+        for call in self.calls:
+            call()
+
+
+class Weighed(nn.Module):
+    """A loss that is linear in the weights, whose gradients are buffers."""
+
+    def __init__(self, dtype, device="cpu"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ws = nn.ParameterList(torch.randn(s, dtype=dtype) for s in ((4, 3), (3,), (2, 5)))
+        self.cs = [torch.randn(3, *w.shape, dtype=dtype, device=device) for w in self.ws]
+        self.to(device)
+
+    def loss(self, k):
+        return sum((w * c[k]).sum() for w, c in zip(self.ws, self.cs, strict=True))
+
+
+def make(dtype, kappa, expect, **options):
+    model = Weighed(dtype)
+    groups = [{"params": list(model.ws)[:2]}, {"params": list(model.ws)[2:], "lr": 0.02, "betas": (0.8, 0.99)}]
+    opt = ia.InvariantAdam(groups, lr=0.01, weight_decay=0.1, micro_batch_size=4, **options)
+
+    def update():
+        if expect:
+            opt.expect(kappa)
+        for k in range(kappa):
+            model.loss(k).backward()
+            if options.get("fold") == "call":
+                opt.fold()
+        opt.step()
+
+    return model, opt, update
+
+
+@pytest.mark.parametrize("twin", ["torch", "triton"])
+@pytest.mark.parametrize(("kappa", "expect"), [(1, False), (1, True), (3, False), (3, True)])
+@pytest.mark.parametrize("options", [{}, {"fold": "call", "maximize": True, "loss_divisor": 2.0}])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_replays_are_eager_updates(twin, kappa, expect, options, sharing, monkeypatch):
+    if twin == "triton":
+        if adam_triton is None or torch.cuda.is_available():
+            pytest.skip("needs interpreted Triton")
+        monkeypatch.setattr(kernels, "_serving", lambda *lists: adam_triton)
+    if sharing:
+        monkeypatch.setattr(optimizer, "_SHARING", frozenset({"cpu"}))
+    dtype = torch.float64 if twin == "torch" else torch.float32
+    made = [make(dtype, kappa, expect, **options) for _ in range(2)]
+    schedules = [ia.SampleLambdaLR(opt, ia.warmup_cosine(warmup=40, total=100 * kappa)) for _, opt, _ in made]
+    (model, opt, update), (twin_model, twin_opt, eager) = made
+    for _ in range(2):
+        update()
+        eager()
+    captured = Rehearsed(opt, update)
+    assert opt.samples_seen == twin_opt.samples_seen  # a capture is no update
+    for i in range(4):
+        for _, each, _ in made:
+            each.param_groups[1]["betas"] = (0.8 + 0.01 * i, 0.99)
+            if i == 2:
+                each.state_dict()  # normalises in place
+        captured()
+        eager()
+        torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=1e-6, atol=1e-7)
+    first, second = opt.state_dict(), twin_opt.state_dict()
+    assert first["param_groups"] == second["param_groups"]
+    for a, b in zip(first["state"].values(), second["state"].values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+    update()  # eager again
+    eager()
+    torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=1e-6, atol=1e-7)
+
+
+def test_slots_keep_the_moments_precision():
+    model, opt, update = make(torch.float64, 1, True)
+    update()
+    captured = Rehearsed(opt, update)
+    captured()
+    twin_model, _, eager = make(torch.float64, 1, True)
+    for _ in range(2):
+        eager()
+    torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=1e-14, atol=1e-14)
+
+
+def test_on_a_cpu_updates_run_as_they_are():
+    (model, opt, update), (twin_model, twin_opt, eager) = (make(torch.float64, 2, False) for _ in range(2))
+    train = ia.capture(opt, update)
+    train()
+    for _ in range(4):
+        eager()
+    assert opt.samples_seen == twin_opt.samples_seen == 32
+    torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=0, atol=0)
+
+
+def test_what_cannot_be_captured_is_refused():
+    w = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match="InvariantAdam"):
+        ia.capture(torch.optim.AdamW([w]), lambda: None)
+    with pytest.raises(ValueError, match="on_nonfinite"):
+        ia.capture(ia.InvariantAdam([w], on_nonfinite="raise"), lambda: None)
+    opt = ia.InvariantAdam([w])
+    handle = opt.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="step hooks"):
+        ia.capture(opt, lambda: None)
+    handle.remove()
+    w.sum().backward()
+    with pytest.raises(RuntimeError, match="middle of an update"):
+        ia.capture(opt, lambda: None)
+
+
+def test_a_capture_that_fails_leaves_the_optimizer_as_it_was():
+    model, opt, update = make(torch.float64, 1, False)
+    twin_model, _, eager = make(torch.float64, 1, False)
+    with pytest.raises(RuntimeError, match="first gradient of all"):
+        Rehearsed(opt, update)
+    update()
+    eager()
+    with pytest.raises(RuntimeError, match=r"did not call opt\.step"):
+        Rehearsed(opt, lambda: model.loss(0).backward())
+    with pytest.raises(RuntimeError, match="more than one update"):
+        Rehearsed(opt, lambda: (update(), update()))
+    with pytest.raises(ZeroDivisionError):
+        Rehearsed(opt, lambda: (model.loss(0).backward(), 1 / 0))
+    assert (opt.kappa, opt.samples_seen) == (0, 4)
+    update()
+    eager()
+    torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=0, atol=0)
+
+
+def test_a_replay_that_would_be_wrong_is_refused():
+    model, opt, update = make(torch.float64, 1, False)
+    update()
+    captured = Rehearsed(opt, update)
+    model.loss(0).backward()
+    with pytest.raises(RuntimeError, match="an update is open"):
+        captured()
+    opt.abandon()
+    opt.max_micro_norm = 1.0
+    with pytest.raises(RuntimeError, match="max_micro_norm"):
+        captured()
+    opt.max_micro_norm = None
+    opt.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr"):
+        captured()
+    opt.param_groups[0]["lr"] = 0.01
+    seen = opt.samples_seen
+    captured()
+    assert opt.samples_seen == seen + 4
+    opt.load_state_dict(opt.state_dict())
+    with pytest.raises(RuntimeError, match="another place"):
+        captured()
+
+
+def test_tables_of_a_capture_are_its_own():
+    if adam_triton is None:
+        pytest.skip("needs Triton")
+    model, opt, _ = make(torch.float32, 1, False)
+    shelf = graphs._Shelf(opt)
+    with shelf.standing():
+        assert adam_triton.shelf is not None
+        tables, n = adam_triton._tables(list(model.ws), list(model.ws))
+    assert adam_triton.shelf is None
+    shelf.fill()
+    expected, m = adam_triton._tables(list(model.ws), list(model.ws))
+    assert n == m == 3
+    for ours, theirs in zip(tables, expected, strict=True):
+        assert torch.equal(ours.reshape(-1), theirs.reshape(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["loop", "loop expected", "call", "one pass", "into"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_the_gpu(way, dtype):
+    kappa = 1 if way == "loop expected" else 4
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 300), nn.LayerNorm(300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 8))
+        model.to("cuda", dtype)
+        x = torch.randn(4 * kappa, 16, 32, device="cuda", dtype=dtype)
+        opt = ia.InvariantAdam(
+            model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.1, micro_batch_size=4,
+            fold="call" if way == "call" else "backward",
+        )  # fmt: skip
+        schedule = ia.SampleLambdaLR(opt, ia.warmup_cosine(warmup=100, total=400))
+
+        def update():
+            if "expected" in way:
+                opt.expect(1)
+            if way in ("one pass", "into"):
+                with ia.one_pass(model, 4, into=opt if way == "into" else None):
+                    value = model(x).float().square().mean()
+                    value.backward()
+            else:
+                for part in x.split(4):
+                    value = model(part).float().square().mean()
+                    value.backward()
+                    if way == "call":
+                        opt.fold()
+            opt.step()
+            return value.detach()
+
+        return model, opt, x, schedule, update
+
+    (model, opt, x, schedule, update), (twin, twin_opt, y, twin_schedule, eager) = (build() for _ in range(2))
+    y.copy_(x)
+    train = ia.capture(opt, update)
+    for _ in range(3):
+        eager()
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(8):
+        x.normal_(generator=generator)
+        y.copy_(x)
+        value, other = train(), eager()
+        torch.testing.assert_close(value, other, rtol=2e-2 if dtype == torch.bfloat16 else 1e-3, atol=1e-4)
+    assert opt.samples_seen == twin_opt.samples_seen
+    assert schedule.get_last_lr() == twin_schedule.get_last_lr()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(flat(model.parameters()), flat(twin.parameters()), rtol=tolerance, atol=tolerance)
