@@ -466,7 +466,7 @@ class InvariantAdam(Optimizer):
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
-        found = pair.take(p)
+        found = pair.take(p, scaled=False)
         if found is not None:
             return _Arrival(found.grad.detach(), found.grad_sq.detach(), found.kappa, found.scale, found.borrowed)
         assert p.grad is not None

@@ -125,12 +125,21 @@ def peek(p: Tensor) -> Pair | None:
     return Pair(p.grad, grad_sq, float(kappa), scale, borrowed)
 
 
-def take(p: Tensor) -> Pair | None:
-    """Remove the pair from `p` and return it."""
+def take(p: Tensor, *, scaled: bool = True) -> Pair | None:
+    """Remove the pair from `p` and return it.
+
+    Args:
+        p: the parameter.
+        scaled: whether the means are wanted; else what `scale` makes them of, which saves a pass over memory.
+    """
     pair = peek(p)
-    if pair is not None:
-        clear(p)
-        p.grad = None
+    if pair is None:
+        return None
+    clear(p)
+    p.grad = None
+    if scaled and pair.scale != _ONES:
+        grad, grad_sq = (t * factor for t, factor in zip(pair[:2], pair.scale, strict=True))
+        pair = pair._replace(grad=grad, grad_sq=grad_sq, scale=_ONES, borrowed=False)
     return pair
 
 
