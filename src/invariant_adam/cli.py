@@ -282,6 +282,42 @@ def data(
         stdout.print(f"{key.replace('_', ' '):>15}  {value}", markup=False, soft_wrap=True)
 
 
+@app.command()
+def figures(
+    results: Annotated[Path, typer.Argument(help="A grid's folder, which has a results.csv, or a folder of grids.")],
+    out: Annotated[Path | None, typer.Option(help="Where they go; by default the folder `figures` in it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw what `reproduce` measured: figures (PNG, SVG), spreads.json and an HTML report that needs no network.
+
+    The paper's curves for each model, the spread over batch sizes against the learning rate, the loss against the batch
+    size after the same samples, the best learning rate at each batch size, and ramps over constant batch sizes, as far
+    as there are runs for them. Runs that diverged, are missing or stopped early are named.
+
+    Example: [cyan]invariant-adam figures runs/resnet-bn --out docs/figures[/cyan]
+    """
+    from .lab import figures as drawing
+    from .lab import page
+    from .lab.results import load, remarks, table
+
+    out = out or results / "figures"
+    try:
+        found = load(results)
+        written = [*drawing.draw(results, out), page.write(results, out / "report.html")]
+    except ValueError as error:
+        _fail(error)
+    except OSError as error:
+        _fail(f"cannot read {results} or write to --out {out}: {error}")
+    if as_json:
+        _print_json(table(found) | {"remarks": remarks(found), "written": [str(path) for path in written]})
+    else:
+        _print_spreads(table(found)["spreads"])
+        for remark in remarks(found):
+            stdout.print(f"[bold yellow]note:[/bold yellow] {escape(remark)}", soft_wrap=True)
+    for path in written:
+        stderr.print(f"wrote {escape(str(path))}", soft_wrap=True)
+
+
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed and memory on this machine.")
 app.add_typer(bench_app, name="bench")
 
@@ -625,6 +661,31 @@ def _print_demo(result: dict[str, Any]) -> None:
     for name, value in result["spread"].items():
         stdout.print(f"  {name + ' Adam':<15} {value:.5f}")
     stdout.print(f"[bold]Invariant Adam's is {verdict(result)}.[/bold]")
+
+
+def _print_spreads(rows: list[dict[str, Any]]) -> None:
+    from .lab.results import rate
+
+    def say(value: float | str | None) -> str:
+        return "" if value is None else "∞" if value == "inf" else f"{float(value):.3g}"
+
+    table = Table(box=box.SIMPLE_HEAD, title="Spread over batch sizes of the log training loss", title_justify="left")
+    for name in ("model", "optimizer"):
+        table.add_column(name)
+    for name in ("η₀", "spread", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for i, row in enumerate(rows):
+        last = i + 1 == len(rows) or (rows[i + 1]["model"], rows[i + 1]["label"]) != (row["model"], row["label"])
+        table.add_row(
+            escape(row["model"]),
+            row["label"],
+            rate(row["lr0"]),
+            say(row["spread"]),
+            say(row["ratio"]),
+            end_section=last,
+        )
+    stdout.print(table)
+    stdout.print("ratio: the spread of standard Adam, η ∝ √B, over the row's, over the same runs and epochs")
 
 
 def _print_plan(p: Plan) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..optimizer import InvariantAdam
 from ..scaling import Hyperparameters, scale
-from . import record
+from . import record, results
 
 OPTIMIZERS = ("standard", "invariant")
 TRAIN = 1536  # images; the other 261 are held out
@@ -255,9 +255,7 @@ def spread(runs: Sequence[Run]) -> float:
     >>> spread(runs)
     0.5
     """
-    per_epoch = zip(*(map(math.log, run.losses) for run in runs), strict=True)
-    gaps: list[float] = [max(logs) - min(logs) for logs in per_epoch]
-    return sum(gaps) / len(gaps)
+    return results.spread([run.losses for run in runs])
 
 
 def summarise(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:

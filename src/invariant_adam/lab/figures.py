@@ -1,0 +1,424 @@
+"""A grid's results -> its figures, PNG and SVG, and the table of spreads.
+
+In curves, colour is the learning rate η₀, opacity and width are the batch size: small ones pale and wide, large ones
+dark and narrow, so that those on top of each other can all be seen. An × ends a curve whose run diverged.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from . import record
+from .results import (
+    METRICS,
+    NAMES,
+    TOLERANCE,
+    Results,
+    Run,
+    Series,
+    at_samples,
+    best,
+    by_batch_size,
+    fixed_samples,
+    load,
+    mean_curve,
+    spreads,
+    table,
+)
+
+INK, FAINT, GRID = "#1d2330", "#6b7285", "#e4e6ec"
+# Okabe and Ito's colours, which the colour-blind tell apart, the pale ones last; and a purple.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b3a8e")
+ALGORITHMS = dict(zip(("invariant", "standard", "adama", "halflife"), COLOURS, strict=False)) | {"micro": INK}
+ACROSS = 4  # panels side by side; more go below
+VARIANTS = (("-", "o"), ("--", "s"), (":", "D"), ("-.", "v"), ((0, (5, 1, 1, 1, 1, 1)), "P"))
+STYLE: Any = {
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 11.5,
+    "legend.frameon": False,
+}
+
+
+def draw(results_dir: Path, out_dir: Path) -> list[Path]:
+    """Draw everything that the results in `results_dir` allow; return what was written under `out_dir`."""
+    results = load(results_dir)
+    written = [record.write_json(out_dir / "spreads.json", table(results))]
+    for name, figure in figures(results):
+        written += [record.write(out_dir / f"{name}.{form}", render(figure, form)) for form in ("png", "svg")]
+    return written
+
+
+def figures(results: Results) -> Iterator[tuple[str, Figure]]:
+    """Make the figures one by one, each with the name of its files; what there are no runs for is not drawn."""
+    with matplotlib.rc_context(STYLE):
+        if any(math.isfinite(row.spread.value) for row in spreads(results)):
+            yield "spread", spread_figure(results)
+        for model in results.models:
+            every = results.series(model)
+            pairs = [(s, s.rival) for s in every if s.algorithm == "invariant" and s.rival in every]
+            shown: set[str] = set()
+            for pair in pairs:
+                name = "-".join((model, "curves", *(["warmup"] if pair[0].warmup_samples else [])))
+                if name not in shown:  # the paper's pair; others are in the figure of all
+                    shown.add(name)
+                    yield name, curves_figure(results, model, pair, METRICS)
+            if set(every) != {series for pair in pairs[:1] for series in pair}:
+                yield f"{model}-all", curves_figure(results, model, every, ("train_loss", "test_accuracy"))
+            constant = [series for series in every if len(by_batch_size(results.group(model, series))) > 1]
+            if constant:
+                yield f"{model}-batch-size", batch_size_figure(results, model, constant)
+                if any(row.tried > 1 for row in best(results, model, "train_loss")):
+                    yield f"{model}-best", best_figure(results, model, constant)
+            if results.ramps(model):
+                yield f"{model}-ramp", ramp_figure(results, model)
+
+
+# --------------------------------------------------------------------------- the figures
+
+
+def curves_figure(results: Results, model: str, columns: Sequence[Series], metrics: Iterable[str]) -> Figure:
+    """Draw the paper's layout: a row for each metric, a column for each series, mean over seeds."""
+    runs = {series: results.group(model, series) for series in columns}
+    look = _Look([run for group in runs.values() for run in group])
+    metrics = [m for m in metrics if any(_measured(run, m) for group in runs.values() for run in group)]
+    figure, grid = _panels(results, model, columns, [METRICS[metric] for metric in metrics], heights=2.5)
+    for axes, series in zip(grid, columns, strict=True):
+        for ax, metric in zip(axes, metrics, strict=True):
+            for lr0 in look.rates:
+                for size, seeds in by_batch_size(run for run in runs[series] if run.lr0 == lr0).items():
+                    look.curve(ax, *mean_curve(seeds, metric), lr0, size)
+            dress(ax, log=metric.endswith("loss"))
+        _epochs(axes[-1])
+    look.legend(figure)
+    _headline(figure, f"{model}: {'mean over seeds' if look.seeds > 1 else 'one seed'}")
+    return figure
+
+
+def spread_figure(results: Results) -> Figure:
+    """Draw the spread over batch sizes against η₀, a panel for each model: where a line rises, invariance breaks."""
+    rows = spreads(results)
+    models = [m for m in results.models if any(r.model == m and not math.isnan(r.spread.value) for r in rows)]
+    figure = Figure(figsize=(max(6.4, 3.7 * len(models)), 4.1), layout="constrained")
+    axes = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    finite = [row.spread.value for row in rows if math.isfinite(row.spread.value) and row.spread.value > 0]
+    ceiling = 2.5 * max([*finite, TOLERANCE])
+    handles: dict[str, Line2D] = {}
+    for ax, model in zip(axes, models, strict=True):
+        looks = _series_looks(results, model)
+        for series in results.series(model):
+            points = [(r.lr0, r.spread) for r in rows if (r.model, r.series) == (model, series)]
+            points = [(lr0, s) for lr0, s in points if s.value > 0]  # not nan; nor 0, which no log axis has
+            if not points:
+                continue
+            x = [lr0 for lr0, _ in points]
+            y = [min(s.value, ceiling) for _, s in points]
+            label = results.label(model, series)
+            (line,) = ax.plot(x, y, **looks[series], label=label)
+            handles.setdefault(label, line)
+            wild = [lr0 for lr0, s in points if math.isinf(s.value)]
+            for lr0 in wild:
+                ax.plot(lr0, ceiling, "^", color=looks[series]["color"], markersize=11)
+                place: Any = {"textcoords": "offset points", "ha": "right", "va": "center"}
+                ax.annotate("diverged", (lr0, ceiling), (-9, 0), **place, color=FAINT, fontsize=9)
+            for lr0, s in points:  # the seeds, where there are several
+                if len(s.per_seed) > 1 and math.isfinite(s.value):
+                    values = list(s.per_seed.values())
+                    ax.plot([lr0] * len(values), values, ".", color=looks[series]["color"], alpha=0.45, markersize=4)
+        ax.axhline(TOLERANCE, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+        ax.set_xscale("log")
+        dress(ax, log=True)
+        ax.set_title(model, loc="left", fontweight="bold")
+        ax.set_xlabel("learning rate η₀")
+        ax.margins(x=0.12)
+    axes[0].annotate(
+        f"{TOLERANCE:.0%} of the loss".replace("%", " %"), (0.02, TOLERANCE), (0, 3),
+        xycoords=axes[0].get_yaxis_transform(), textcoords="offset points", color=FAINT, fontsize=9,
+    )  # fmt: skip
+    axes[0].set_ylabel("spread over batch sizes")
+    _legend(figure, [list(handles.values())])
+    return figure
+
+
+def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -> Figure:
+    """Draw the training loss after a fixed number of samples against B, and its difference from the smallest B."""
+    runs = {series: results.group(model, series) for series in columns}
+    look = _Look([run for group in runs.values() for run in group])
+    samples = fixed_samples(run for group in runs.values() for run in group)
+    rows = ("training loss", "difference from the smallest B, %")
+    figure, grid = _panels(results, model, columns, rows, heights=2.6)
+    for (above, below), series in zip(grid, columns, strict=True):
+        for lr0 in look.rates:
+            groups = by_batch_size(run for run in runs[series] if run.lr0 == lr0)
+            values = {size: at_samples(seeds, "train_loss", samples) for size, seeds in groups.items()}
+            style: dict[str, Any] = {"color": look.colours[lr0], "marker": "o", "linewidth": 2, "markersize": 5}
+            above.plot(list(values), list(values.values()), **style)
+            base = next(iter(values.values()), math.nan)
+            below.plot(list(values), [100 * (value / base - 1) for value in values.values()], **style)
+            wild = [size for size, seeds in groups.items() if any(run.diverged is not None for run in seeds)]
+            for size in wild:
+                top: Any = {"transform": above.get_xaxis_transform(), "markersize": 8, "markeredgewidth": 2}
+                above.plot(size, 0.95, "x", color=look.colours[lr0], **top)
+        below.axhline(0, color=FAINT, linewidth=1, zorder=1)
+        dress(above, log=True)
+        dress(below, log=False)
+        _batch_sizes(above, look.sizes)
+        _batch_sizes(below, look.sizes)
+    look.legend(figure, sizes=False)
+    _headline(figure, f"{model}: " + (f"after {samples:,.0f} samples" if samples > 0 else "no samples in common"))
+    return figure
+
+
+def best_figure(results: Results, model: str, columns: Sequence[Series]) -> Figure:
+    """Draw what each series reaches at each B with its best η₀; hollow where that is the last one tried."""
+    metrics = [
+        m for m in ("train_loss", "test_loss", "test_accuracy") if any(r.tried > 1 for r in best(results, model, m))
+    ]
+    figure = Figure(figsize=(3.7 * len(metrics), 4.1), layout="constrained")
+    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+    looks = _series_looks(results, model)
+    for ax, metric in zip(axes, metrics, strict=True):
+        rows = best(results, model, metric)
+        for series in columns:
+            points = [row for row in rows if row.series == series]
+            if points:
+                x, y = [row.batch_size for row in points], [row.value for row in points]
+                ax.plot(x, y, **looks[series], label=results.label(model, series))
+                edge = [(row.batch_size, row.value) for row in points if row.at_edge]
+                hollow = {**looks[series], "linestyle": "", "markerfacecolor": "white", "zorder": 4}
+                ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
+        dress(ax, log=metric.endswith("loss"))
+        _batch_sizes(ax, sorted({row.batch_size for row in rows}))
+        ax.set_title(METRICS[metric], loc="left", fontweight="bold")
+    handles: list[Any] = axes[0].get_legend_handles_labels()[0]
+    handles.append(
+        _marker("hollow: the best η₀ is the smallest or largest tried", "o", markerfacecolor="white", color=FAINT)
+    )
+    _legend(figure, [handles])
+    samples = fixed_samples(run for run in results.runs if run.model == model and not run.ramp)
+    _headline(figure, f"{model}: best learning rate at each batch size, after {samples:,.0f} samples")
+    return figure
+
+
+def ramp_figure(results: Results, model: str) -> Figure:
+    """Draw runs whose batch size changes over those where it does not, and the differences from the smallest B."""
+    ramps = results.ramps(model)
+    columns = list(dict.fromkeys(series for series, _, _ in ramps))
+    rates = {lr0 for _, lr0, _ in ramps}
+    constant = {s: [run for run in results.group(model, s) if run.lr0 in rates] for s in columns}
+    look = _Look([run for group in (*constant.values(), *ramps.values()) for run in group])
+    rows = ("training loss", "difference from the smallest B, %")
+    figure, grid = _panels(results, model, columns, rows, heights=3.0)
+    names = list(dict.fromkeys(name for _, _, name in ramps))
+    dashes: Any = dict(zip(names, ((0, (4, 2)), (0, (1, 1.5)), "-."), strict=False))
+    for (above, below), series in zip(grid, columns, strict=True):
+        for lr0 in look.rates:
+            groups = by_batch_size(run for run in constant[series] if run.lr0 == lr0)
+            base = dict(zip(*mean_curve(next(iter(groups.values())), "train_loss"), strict=True)) if groups else {}
+            drawn: list[tuple[list[Run], int, str]] = [(seeds, size, "") for size, seeds in groups.items()]
+            drawn += [(runs, 0, name) for (s, rate, name), runs in ramps.items() if (s, rate) == (series, lr0)]
+            for seeds, size, name in drawn:
+                epochs, losses = mean_curve(seeds, "train_loss")
+                both = [(e, 100 * (y / base[e] - 1)) for e, y in zip(epochs, losses, strict=True) if e in base]
+                for ax, x, y in ((above, epochs, losses), (below, [e for e, _ in both], [d for _, d in both])):
+                    if name:
+                        dash = dashes.get(name, "-")
+                        ax.plot(x, y, color=_dark(look.colours[lr0]), linewidth=1.8, linestyle=dash, marker=_dot(x))
+                    else:
+                        look.curve(ax, x, y, lr0, size)
+        dress(above, log=True)
+        dress(below, log=False)
+        below.axhline(0, color=FAINT, linewidth=1, zorder=1)
+        _epochs(below)
+    more = [Line2D([], [], color=INK, linewidth=1.8, linestyle=dashes.get(n, "-"), label=f"ramp {n}") for n in names]
+    look.legend(figure, more=more)
+    _headline(figure, f"{model}: batch size ramped (dashed) and constant")
+    return figure
+
+
+# --------------------------------------------------------------------------- how things look
+
+
+class _Look:
+    """Colours by learning rate, opacity and width by batch size, for all runs of one figure."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.rates = sorted({run.lr0 for run in runs})
+        self.sizes = sorted({run.batch_size for run in runs if not run.ramp}) or sorted({r.batch_size for r in runs})
+        self.seeds = len({run.seed for run in runs})
+        self.wild = any(run.diverged is not None for run in runs)
+        self.colours = {lr0: COLOURS[i % len(COLOURS)] for i, lr0 in enumerate(self.rates)}
+        last = max(1, len(self.sizes) - 1)
+        self.alphas = {size: 0.3 + 0.7 * i / last for i, size in enumerate(self.sizes)}
+        self.widths = {size: 4.2 - 3.0 * i / last for i, size in enumerate(self.sizes)}
+
+    def curve(self, ax: Axes, x: Sequence[float], y: Sequence[float], lr0: float, size: int) -> None:
+        alpha, colour = self.alphas[size], self.colours[lr0]
+        style: dict[str, Any] = {"color": colour, "alpha": alpha, "linewidth": self.widths[size]}
+        ax.plot(x, y, **style, solid_capstyle="round", marker=_dot([v for v in y if not math.isnan(v)]))
+        end = next((i for i, value in enumerate(y) if math.isnan(value)), None)
+        if end:  # the last epoch that has a number
+            ax.plot(x[end - 1], y[end - 1], "x", color=colour, markersize=9, markeredgewidth=2.2, zorder=6)
+
+    def legend(self, figure: Figure, *, sizes: bool = True, more: Sequence[Line2D] = ()) -> None:
+        rates = [Line2D([], [], color=c, linewidth=3, label=f"η₀ = {_power(r)}") for r, c in self.colours.items()]
+        rest = [
+            Line2D([], [], color=INK, alpha=self.alphas[s], linewidth=self.widths[s], label=f"B = {s}")
+            for s in self.sizes
+            if sizes
+        ]
+        rest += more
+        if self.wild:
+            rest.append(_marker("diverged", "x", color=INK, markersize=8, markeredgewidth=2))
+        _legend(figure, [rates, rest])
+
+
+def _legend(figure: Figure, groups: Sequence[Sequence[Line2D]]) -> None:
+    """Put a legend under the panels, each group on rows of its own, and make room for it."""
+    inches = 0.65 + 0.085 * max(len(str(handle.get_label())) for group in groups for handle in group)
+    fit = max(1, int(figure.get_figwidth() / inches))
+    rows = [list(group[i : i + fit]) for group in groups for i in range(0, len(group), fit)]
+    columns = max(map(len, rows))
+    rows = [row + [_marker("", "")] * (columns - len(row)) for row in rows]
+    handles = [handle for column in zip(*rows, strict=True) for handle in column]  # as matplotlib fills a legend
+    figure.set_figheight(figure.get_figheight() + 0.23 * len(rows))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.4)
+
+
+def _panels(
+    results: Results, model: str, columns: Sequence[Series], rows: Sequence[str], heights: float
+) -> tuple[Figure, list[list[Axes]]]:
+    """Make a column of panels for each series and a row for each quantity, at most ACROSS columns side by side."""
+    across = min(ACROSS, len(columns))
+    blocks = math.ceil(len(columns) / across)
+    size = (max(7.6, 3.6 * across), heights * len(rows) * blocks + 0.8)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(rows) * blocks, across, squeeze=False)
+    found = []
+    for i, series in enumerate(columns):
+        block, column = divmod(i, across)
+        axes = [grid[block * len(rows) + row][column] for row in range(len(rows))]
+        for row, ax in enumerate(axes):
+            first = grid[row][0]  # a row has one scale, in all blocks
+            if ax is not first:
+                ax.sharey(first)
+                ax.sharex(first)
+            if column:
+                ax.tick_params(labelleft=False)
+            else:
+                ax.set_ylabel(rows[row])
+            ax.tick_params(labelbottom=row + 1 == len(rows))
+        axes[0].set_title(_wrap(results.label(model, series)), loc="left", fontweight="bold")
+        found.append(axes)
+    for ax in set(grid.flat).difference(*found):
+        ax.set_axis_off()
+    return figure, found
+
+
+def dress(ax: Axes, *, log: bool) -> None:
+    """Give axes the look of all figures; `log` for the vertical one."""
+    if log:
+        ax.set_yscale("log")
+        low, high = ax.get_ylim()
+        ticks: dict[float, tuple[float, ...]] = {
+            3: (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
+            12: (1, 1.5, 2, 3, 5, 7),
+            200: (1, 2, 5),
+            math.inf: (1,),
+        }
+        subs = next(subs for limit, subs in ticks.items() if high / low <= limit)
+        ax.yaxis.set_major_locator(LogLocator(subs=subs))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.grid(color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(FAINT)
+    ax.tick_params(which="both", color=FAINT)
+
+
+def render(figure: Figure, form: str) -> bytes:
+    """Return the figure as PNG or SVG; the same result gives the same bytes."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "invariant-adam"}):
+        metadata = {"Date": None} if form == "svg" else None
+        figure.savefig(buffer, format=form, dpi=160, facecolor="white", metadata=metadata)
+    return buffer.getvalue()
+
+
+def _series_looks(results: Results, model: str) -> dict[Series, dict[str, Any]]:
+    """Colour by algorithm; line and marker by what else tells series of one algorithm apart."""
+    labels: dict[str, list[str]] = {name: [] for name in NAMES}
+    for other in results.models:  # the same label looks the same in every panel
+        for series in results.series(other):
+            label = results.label(other, series)
+            if label not in labels[series.algorithm]:
+                labels[series.algorithm].append(label)
+    looks = {}
+    for series in results.series(model):
+        variant = labels[series.algorithm].index(results.label(model, series))
+        line, marker = VARIANTS[variant % len(VARIANTS)]
+        colour = ALGORITHMS[series.algorithm]
+        looks[series] = {"color": colour, "linestyle": line, "marker": marker, "linewidth": 2, "markersize": 6}
+    return looks
+
+
+def _marker(label: str, marker: str, **style: Any) -> Line2D:
+    return Line2D([], [], linestyle="", marker=marker, label=label, **style)
+
+
+def _dot(values: Sequence[float]) -> str | None:
+    return "o" if len(values) == 1 else None  # a line needs two points
+
+
+def _measured(run: Run, metric: str) -> bool:
+    return any(math.isfinite(value) for value in run.columns[metric])
+
+
+def _epochs(ax: Axes) -> None:
+    ax.set_xlabel("epoch")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+
+
+def _batch_sizes(ax: Axes, sizes: Sequence[int]) -> None:
+    ax.set_xlabel("batch size B" if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(sizes))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _dark(colour: str) -> tuple[float, float, float]:
+    r, g, b = matplotlib.colors.to_rgb(colour)
+    return 0.5 * r, 0.5 * g, 0.5 * b
+
+
+def _wrap(label: str) -> str:
+    return "\n".join(textwrap.wrap(label, 32))
+
+
+def _headline(figure: Figure, text: str) -> None:
+    figure.suptitle(text, x=0.01, ha="left", fontsize=12, color=FAINT)
+
+
+def _power(value: float) -> str:
+    """1e-05 as 10⁻⁵, 3e-4 as 3·10⁻⁴.
+
+    >>> _power(1e-5), _power(3e-4)
+    ('10⁻⁵', '3·10⁻⁴')
+    """
+    digits, exponent = f"{value:e}".split("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if float(digits) == 1 else f"{float(digits):g}·{power}"

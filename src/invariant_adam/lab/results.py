@@ -1,0 +1,534 @@
+"""A grid's results.csv -> runs, their spread over batch sizes, the best learning rate at each batch size.
+
+One row of the file is one epoch of one run. Runs that diverged, stopped early or are not there are named beside every
+number that they touch; none is left out in silence.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import record
+
+METRICS = {
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "train_accuracy": "training accuracy",
+    "test_accuracy": "test accuracy",
+}
+SETTINGS = (
+    "model", "algorithm", "rule", "batch_size", "micro_batch_size", "max_batch_size", "lr0", "seed", "warmup_samples",
+    "ramp",
+)  # fmt: skip
+PER_EPOCH = ("epoch", "samples", *METRICS, "lr", "seconds")
+COLUMNS = (*SETTINGS, *PER_EPOCH)
+
+NAMES = {
+    "invariant": "Invariant Adam",
+    "standard": "Standard Adam",
+    "micro": "Micro Adam",
+    "adama": "AdamA",
+    "halflife": "Adam, half-lives in samples",
+}
+LAWS = {"linear": "η ∝ B", "exponential": "η ∝ B", "square_root": "η ∝ √B", "none": "η constant"}
+TOLERANCE = 0.01  # a spread of 0.01 is 1 % of the loss: beyond it invariance is said to break
+
+
+class Series(NamedTuple):
+    """What runs have in common that differ only in learning rate, batch size and seed."""
+
+    algorithm: str
+    rule: str
+    micro_batch_size: int  # samples; 0 where the algorithm has no micro-batches
+    max_batch_size: int  # samples; the batch size at which the betas hold
+    warmup_samples: int
+
+    @property
+    def law(self) -> str:
+        """What the learning rate does as the batch size grows."""
+        return LAWS[self.rule]
+
+    @property
+    def rival(self) -> Series:
+        """What it is compared with, as in the paper: standard Adam, η ∝ √B, with the same warm-up and betas."""
+        return self._replace(algorithm="standard", rule="square_root", micro_batch_size=0)
+
+
+class Run(NamedTuple):
+    """One training run: its settings, and one number per epoch for each of PER_EPOCH."""
+
+    model: str
+    series: Series
+    lr0: float
+    batch_size: int
+    seed: int
+    ramp: str  # how the batch size changes during the run; "" where it does not
+    columns: dict[str, list[float]]  # nan where a metric was not measured
+    source: str  # the file it was read from
+
+    @property
+    def diverged(self) -> float | None:
+        """The first epoch whose training loss has no logarithm, or None."""
+        pairs = zip(self.columns["epoch"], self.columns["train_loss"], strict=True)
+        return next((epoch for epoch, loss in pairs if not 0 < loss < math.inf), None)
+
+    @property
+    def losses(self) -> dict[float, float]:
+        """The training loss by epoch, without an epoch 0 before training."""
+        pairs = zip(self.columns["epoch"], self.columns["train_loss"], strict=True)
+        return {epoch: loss for epoch, loss in pairs if epoch > 0}
+
+    @property
+    def at(self) -> str:
+        """Its place among the runs of its series and learning rate."""
+        return f"B = {self.batch_size}, seed {self.seed}" + (f", ramp {self.ramp}" if self.ramp else "")
+
+
+class Results(NamedTuple):
+    """The runs of one grid or several, and what each grid says of itself."""
+
+    runs: list[Run]
+    grids: dict[str, dict[str, Any]]  # grid.json, by the folder's name
+
+    @property
+    def models(self) -> list[str]:
+        """Every model, in the order of the files."""
+        return list(dict.fromkeys(run.model for run in self.runs))
+
+    def series(self, model: str) -> list[Series]:
+        """Every series of a model, those of the paper first."""
+        found = {run.series for run in self.runs if run.model == model}
+        algorithms, rules = list(NAMES), ("square_root", "linear", "exponential", "none")
+        return sorted(
+            found, key=lambda s: (s.warmup_samples, algorithms.index(s.algorithm), rules.index(s.rule), s[2:])
+        )
+
+    def label(self, model: str, series: Series) -> str:
+        """Name a series by what tells it from the others."""
+        same = {run.series for run in self.runs if run.series.algorithm == series.algorithm}
+        parts = [NAMES[series.algorithm]] + ([series.law] if series.algorithm != "micro" else [])
+        if len({s.rule for s in same if s.law == series.law}) > 1:
+            parts.append(series.rule)
+        if len({s.micro_batch_size for s in same}) > 1:
+            parts.append(f"M = {series.micro_batch_size}")
+        if sum(s._replace(max_batch_size=series.max_batch_size) == series for s in self.series(model)) > 1:
+            parts.append(f"betas at {series.max_batch_size}")
+        if series.warmup_samples:
+            parts.append(f"warm-up {series.warmup_samples:,}")
+        return ", ".join(parts)
+
+    def group(self, model: str, series: Series, lr0: float | None = None) -> list[Run]:
+        """Return the runs of a series with a constant batch size: by learning rate, batch size, seed."""
+        found = (run for run in self.runs if (run.model, run.series, run.ramp) == (model, series, ""))
+        chosen = (run for run in found if lr0 is None or run.lr0 == lr0)
+        return sorted(chosen, key=lambda run: (run.lr0, run.batch_size, run.seed))
+
+    def ramps(self, model: str) -> dict[tuple[Series, float, str], list[Run]]:
+        """Return the runs whose batch size changes, by series, learning rate and ramp; each list holds the seeds."""
+        found: dict[tuple[Series, float, str], list[Run]] = defaultdict(list)
+        for run in self.runs:
+            if run.model == model and run.ramp:
+                found[run.series, run.lr0, run.ramp].append(run)
+        return dict(sorted(found.items()))
+
+
+def by_batch_size(runs: Iterable[Run]) -> dict[int, list[Run]]:
+    """Group runs by batch size; each list holds the seeds."""
+    groups: dict[int, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.batch_size].append(run)
+    return dict(sorted(groups.items()))
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def load(folder: Path) -> Results:
+    """Read `folder`/results.csv, or that of each folder in it, with the grid.json beside it.
+
+    Raises:
+        ValueError: no file, a missing column or number, a run that is there twice; it names file and line.
+    """
+    files = [folder / "results.csv"] if (folder / "results.csv").exists() else sorted(folder.glob("*/results.csv"))
+    if not files:
+        raise ValueError(
+            f"no results.csv in {folder}, nor in a folder in it: `invariant-adam reproduce` writes one; give its folder"
+        )
+    runs: dict[tuple[Any, ...], Run] = {}
+    for path in files:
+        for run in _read(path):
+            key = (run.model, run.series, run.lr0, run.batch_size, run.seed, run.ramp)
+            if key in runs:
+                raise ValueError(
+                    f"{run.source} has {run.model}, {NAMES[run.series.algorithm]}, η₀ = {rate(run.lr0)}, {run.at} twice"
+                    if run.source == runs[key].source
+                    else f"{run.source} and {runs[key].source} both have {run.model}, {NAMES[run.series.algorithm]}, "
+                    f"η₀ = {rate(run.lr0)}, {run.at}: remove one"
+                )
+            runs[key] = run
+    grids = {path.parent.resolve().name: record.read_json(path.with_name("grid.json")) or {} for path in files}
+    return Results(list(runs.values()), grids)
+
+
+def _read(path: Path) -> list[Run]:
+    runs: dict[tuple[str, ...], Run] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path} lacks the column {missing[0]}: not a results.csv of `invariant-adam reproduce`")
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row.values():
+                raise ValueError(f"{where} is cut off")
+            key = tuple(row[name] for name in SETTINGS)
+            if key not in runs:
+                runs[key] = _run(row, where, str(path))
+            values = {name: _number(row, name, where, empty=math.nan) for name in PER_EPOCH}
+            values |= {name: _number(row, name, where) for name in ("epoch", "samples", "train_loss")}
+            columns = runs[key].columns
+            if columns["epoch"] and not values["epoch"] > columns["epoch"][-1]:
+                raise ValueError(
+                    f"{where}: epoch {values['epoch']:g} comes after epoch {columns['epoch'][-1]:g} of the same run; "
+                    "the run is there twice, or its rows are out of order"
+                )
+            for name, value in values.items():
+                columns[name].append(value)
+    if not runs:
+        raise ValueError(f"{path} has no rows: no run of this grid is finished")
+    return list(runs.values())
+
+
+def _run(row: Mapping[str, str], where: str, source: str) -> Run:
+    algorithm, rule = row["algorithm"], row["rule"] or "none"
+    for name, value, known in (("algorithm", algorithm, NAMES), ("rule", rule, LAWS)):
+        if value not in known:
+            raise ValueError(f"{where}: {name} must be one of {', '.join(known)}, got {value!r}")
+    # Standard Adam squares the mean over the whole batch, whatever pieces its gradient was accumulated from.
+    micro = 0 if algorithm in ("standard", "halflife") else _whole(row, "micro_batch_size", where)
+    warmup = _whole(row, "warmup_samples", where, empty=0)
+    return Run(
+        row["model"],
+        Series(algorithm, rule, micro, _whole(row, "max_batch_size", where), warmup),
+        _number(row, "lr0", where),
+        _whole(row, "batch_size", where),
+        _whole(row, "seed", where),
+        row["ramp"].strip(),
+        {name: [] for name in PER_EPOCH},
+        source,
+    )
+
+
+def _number(row: Mapping[str, str], name: str, where: str, empty: float | None = None) -> float:
+    text = row[name].strip()
+    if not text and empty is not None:
+        return empty
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{where}: {name} must be a number (nan where a run diverged), got {text!r}") from None
+
+
+def _whole(row: Mapping[str, str], name: str, where: str, empty: float | None = None) -> int:
+    value = _number(row, name, where, empty)
+    if not value.is_integer():
+        raise ValueError(f"{where}: {name} must be a whole number, got {row[name]!r}")
+    return int(value)
+
+
+# --------------------------------------------------------------------------- the measure
+
+
+def spread(curves: Sequence[Sequence[float]]) -> float:
+    """Return the mean over epochs of (max − min over the curves) of the log loss.
+
+    Args:
+        curves: the losses of each batch size, all positive and equally many.
+
+    >>> spread([[1.0, 1.0], [math.e, 1.0]])
+    0.5
+    """
+    per_epoch = zip(*(map(math.log, curve) for curve in curves), strict=True)
+    return _mean([max(logs) - min(logs) for logs in per_epoch])
+
+
+class Spread(NamedTuple):
+    """How far the batch sizes lie apart, over what, and what is wrong with it."""
+
+    value: float  # mean over seeds; inf when a run diverged and another did not; nan with nothing to compare
+    per_seed: dict[int, float]
+    finite: float  # where runs diverged: the same over the runs that did not; else nan
+    batch_sizes: list[int]
+    epochs: int
+    notes: list[str]  # runs that diverged, are missing or stopped early, and what becomes of them
+
+
+def measure(runs: Sequence[Run], epochs: Iterable[float] | None = None, expected: Iterable[int] = ()) -> Spread:
+    """Measure the spread of runs that differ only in batch size and seed.
+
+    Batch sizes are compared within a seed, where all see the same samples, and the seeds then averaged. A seed that
+    lacks batch sizes which another one has is left out, because it would look closer than it is. Epochs are those that
+    all runs have.
+
+    Args:
+        runs: what is compared.
+        epochs: count these epochs only.
+        expected: batch sizes to name where they are missing.
+    """
+    by_seed: dict[int, dict[int, Run]] = defaultdict(dict)
+    for run in sorted(runs, key=lambda run: (run.seed, run.batch_size)):
+        by_seed[run.seed][run.batch_size] = run
+    sizes = max((list(found) for found in by_seed.values()), key=len, default=[])
+    seeds = [seed for seed, found in by_seed.items() if set(sizes) <= set(found)]
+    counted = [by_seed[seed][size] for seed in seeds for size in sizes]
+    wild = [run for run in counted if run.diverged is not None]
+    tame = [run for run in counted if run.diverged is None]
+    shared = set.intersection(*(set(run.losses) for run in tame)) if tame else set()
+    chosen = sorted(shared if epochs is None else shared & set(epochs))
+    finite = {seed: _over([run for run in tame if run.seed == seed], chosen) for seed in seeds}
+    per_seed = finite | {
+        # One batch size learns and another does not: no number says how far apart they are.
+        seed: math.inf if any(run.seed == seed for run in tame) else math.nan
+        for seed in {run.seed for run in wild}
+    }
+    everything = sorted({run.batch_size for run in runs})
+    longest = max((len(run.losses) for run in tame), default=0)
+    notes = [
+        f"missing: B = {size}, seed {seed}; the seed is left out"
+        for seed, found in by_seed.items()
+        for size in sizes
+        if size not in found
+    ]
+    notes += [f"left out: B = {size}, which not every seed has" for size in everything if size not in sizes]
+    notes += [f"missing: B = {size}" for size in sorted(set(expected).difference(everything))]
+    notes += [f"diverged: {run.at}, in epoch {run.diverged:g}" for run in wild]
+    notes += [
+        f"short: {run.at} has {len(run.losses)} of {longest} epochs; all are compared over {len(shared)}"
+        for run in tame
+        if len(run.losses) < longest
+    ]
+    if len(sizes) < 2:
+        notes.append("one batch size: nothing to compare")
+    elif not tame:
+        notes.append("every run diverged: nothing to compare")
+    rest = [value for value in finite.values() if not math.isnan(value)]
+    value = _mean(list(per_seed.values()))
+    return Spread(value, per_seed, _mean(rest) if wild else math.nan, sizes, len(chosen), notes)
+
+
+def _over(runs: Sequence[Run], epochs: Sequence[float]) -> float:
+    if len(runs) < 2 or not epochs:
+        return math.nan
+    return spread([[run.losses[epoch] for epoch in epochs] for run in runs])
+
+
+class Row(NamedTuple):
+    """The spread of a series at one learning rate, beside its rival's."""
+
+    model: str
+    series: Series
+    lr0: float
+    spread: Spread
+    ratio: float  # the rival's spread over this one's, both over the runs and epochs that the two have; nan: none
+    ratio_over: str  # those runs and epochs, where they are fewer than the spread's
+
+
+def spreads(results: Results) -> list[Row]:
+    """Measure every series at every learning rate, over its runs with a constant batch size."""
+    rows = []
+    for model in results.models:
+        for series in results.series(model):
+            sizes = by_batch_size(results.group(model, series))
+            for lr0 in sorted({run.lr0 for run in results.group(model, series)}):
+                runs = results.group(model, series, lr0)
+                rival = results.group(model, series.rival, lr0) if series.rival != series else []
+                rows.append(Row(model, series, lr0, measure(runs, expected=sizes), *_ratio(runs, rival)))
+    return rows
+
+
+def _ratio(runs: Sequence[Run], rival: Sequence[Run]) -> tuple[float, str]:
+    shared = {(run.batch_size, run.seed) for run in runs} & {(run.batch_size, run.seed) for run in rival}
+    ours, theirs = ([run for run in side if (run.batch_size, run.seed) in shared] for side in (runs, rival))
+    curves = [set(run.losses) for run in (*ours, *theirs) if run.diverged is None]
+    epochs = set.intersection(*curves) if curves else set()
+    below, above = measure(ours, epochs), measure(theirs, epochs)
+    whole = measure(runs)
+    same = (below.batch_sizes, list(below.per_seed), below.epochs) == (
+        whole.batch_sizes,
+        list(whole.per_seed),
+        whole.epochs,
+    )
+    if math.isnan(below.value) or math.isnan(above.value) or (math.isinf(below.value) and math.isinf(above.value)):
+        return math.nan, ""
+    over = (
+        f"B = {', '.join(map(str, below.batch_sizes))}; seeds {', '.join(map(str, below.per_seed))}; "
+        f"{below.epochs} epochs"
+    )
+    return (above.value / below.value if below.value else math.inf), "" if same else over
+
+
+class Range(NamedTuple):
+    """The critical learning rate of a series, between two that were tried."""
+
+    model: str
+    series: Series
+    holds_up_to: float | None  # the largest up to which no spread exceeds TOLERANCE
+    breaks_at: float | None  # the smallest at which it does
+
+
+def ranges(rows: Iterable[Row]) -> list[Range]:
+    """Find where invariance breaks: the first learning rate at which the spread exceeds TOLERANCE."""
+    groups: dict[tuple[str, Series], dict[float, float]] = defaultdict(dict)
+    for row in rows:
+        if not math.isnan(row.spread.value):
+            groups[row.model, row.series][row.lr0] = row.spread.value
+    found = []
+    for (model, series), values in groups.items():
+        breaks = min((lr0 for lr0, value in values.items() if value > TOLERANCE), default=None)
+        holds = max((lr0 for lr0 in values if breaks is None or lr0 < breaks), default=None)
+        found.append(Range(model, series, holds, breaks))
+    return found
+
+
+# --------------------------------------------------------------------------- curves and points
+
+
+def mean_curve(runs: Sequence[Run], metric: str) -> tuple[list[float], list[float]]:
+    """Return the epochs that all seeds have, and the mean of a metric over the seeds; nan where one has no number."""
+    tables = [dict(zip(run.columns["epoch"], run.columns[metric], strict=True)) for run in runs]
+    epochs = sorted(set.intersection(*map(set, tables)))
+    means = [_mean([table[epoch] for table in tables]) for epoch in epochs]
+    return epochs, [mean if math.isfinite(mean) else math.nan for mean in means]
+
+
+def fixed_samples(runs: Iterable[Run]) -> float:
+    """Return the largest number of samples after which every run that did not diverge was measured; nan if none."""
+    counts = [set(run.columns["samples"]) for run in runs if run.diverged is None]
+    return max(set.intersection(*counts), default=math.nan) if counts else math.nan
+
+
+def at_samples(runs: Sequence[Run], metric: str, samples: float) -> float:
+    """Return the mean of a metric over seeds after so many samples; nan if one diverged or was not measured there."""
+    tables = [dict(zip(run.columns["samples"], run.columns[metric], strict=True)) for run in runs]
+    tame = all(run.diverged is None for run in runs)
+    return _mean([table.get(samples, math.nan) for table in tables]) if tame else math.nan
+
+
+class Best(NamedTuple):
+    """The best learning rate of a series at one batch size, after as many samples as every run of the model saw."""
+
+    model: str
+    series: Series
+    metric: str
+    batch_size: int
+    lr0: float
+    value: float  # mean over seeds
+    tried: int  # learning rates
+    at_edge: bool  # lr0 is the smallest or largest tried: a better one may lie beyond
+
+
+def best(results: Results, model: str, metric: str) -> list[Best]:
+    """Choose the best learning rate of every series at every batch size by `metric`."""
+    samples = fixed_samples(run for run in results.runs if run.model == model and not run.ramp)
+    sign = -1 if metric.endswith("accuracy") else 1
+    found = []
+    for series in results.series(model):
+        for size, runs in by_batch_size(results.group(model, series)).items():
+            rates = sorted({run.lr0 for run in runs})
+            values = [(at_samples([run for run in runs if run.lr0 == lr0], metric, samples), lr0) for lr0 in rates]
+            finite = [(sign * value, lr0) for value, lr0 in values if math.isfinite(value)]
+            if finite:
+                value, lr0 = min(finite)
+                edge = lr0 in (rates[0], rates[-1])
+                found.append(Best(model, series, metric, size, lr0, sign * value, len(rates), edge))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+# --------------------------------------------------------------------------- as JSON and in words
+
+
+def table(results: Results) -> dict[str, Any]:
+    """Return spreads, where they break, and the best learning rates, as JSON holds them.
+
+    JSON has no infinity: "inf" stands for it, and null for what cannot be said.
+    """
+    rows = spreads(results)
+
+    def named(model: str, series: Series) -> dict[str, Any]:
+        return {"model": model, **series._asdict(), "label": results.label(model, series)}
+
+    return {
+        "measure": "mean over epochs of (max - min over batch sizes) of the log training loss; mean over seeds",
+        "spreads": [
+            {
+                **named(row.model, row.series),
+                "lr0": row.lr0,
+                "spread": plain(row.spread.value),
+                "ratio": plain(row.ratio),
+                "ratio_over": row.ratio_over or None,
+                "per_seed": {str(seed): plain(value) for seed, value in row.spread.per_seed.items()},
+                "spread_of_finite_runs": plain(row.spread.finite),
+                "batch_sizes": row.spread.batch_sizes,
+                "epochs": row.spread.epochs,
+                "notes": row.spread.notes,
+            }
+            for row in rows
+        ],
+        "ratio": "spread of standard Adam with a learning rate as the root of the batch size, over the row's",
+        "critical": [
+            {
+                **named(row.model, row.series),
+                "tolerance": TOLERANCE,
+                "holds_up_to": row.holds_up_to,
+                "breaks_at": row.breaks_at,
+            }
+            for row in ranges(rows)
+        ],
+        "best": [
+            {**named(row.model, row.series), **{k: v for k, v in row._asdict().items() if k not in ("model", "series")}}
+            for model in results.models
+            for metric in METRICS
+            for row in best(results, model, metric)
+        ],
+        "grids": results.grids,
+    }
+
+
+def plain(value: float) -> float | str | None:
+    """Return a number as JSON holds it.
+
+    >>> plain(0.5), plain(math.inf), plain(math.nan)
+    (0.5, 'inf', None)
+    """
+    return value if math.isfinite(value) else None if math.isnan(value) else "inf"
+
+
+def rate(lr0: float) -> str:
+    """Write a learning rate.
+
+    >>> rate(1e-5), rate(0.001)
+    ('1e-5', '0.001')
+    """
+    return f"{lr0:g}".replace("e-0", "e-")
+
+
+def remarks(results: Results) -> list[str]:
+    """Name the runs that a reader of the figures would otherwise miss or misread."""
+
+    def where(model: str, series: Series, lr0: float) -> str:
+        return f"{model}, {results.label(model, series)}, η₀ = {rate(lr0)}"
+
+    said = [f"{where(row.model, row.series, row.lr0)}: {note}" for row in spreads(results) for note in row.spread.notes]
+    for run in results.runs:
+        if run.ramp and run.diverged is not None:
+            said.append(f"{where(run.model, run.series, run.lr0)}: diverged: {run.at}, in epoch {run.diverged:g}")
+    return said

@@ -1,0 +1,306 @@
+import json
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lab_results import FULL, PAIR, rows, same, write
+from typer.testing import CliRunner
+
+from invariant_adam.cli import app
+from invariant_adam.lab import figures
+from invariant_adam.lab.results import (
+    best,
+    fixed_samples,
+    load,
+    mean_curve,
+    measure,
+    ranges,
+    remarks,
+    spread,
+    spreads,
+    table,
+)
+
+SMALL = {"sizes": (25, 100, 400), "rates": (1e-4, 1e-3), "epochs": 3}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["figures", *map(str, arguments)], env={"COLUMNS": "250"})
+
+
+def row_of(results, algorithm, lr0):
+    return next(r for r in spreads(results) if (r.series.algorithm, r.lr0) == (algorithm, lr0))
+
+
+def change(rows, values, **settings):
+    """Give the rows with these settings other values; how many there were is checked."""
+    chosen = [row for row in rows if same(row, **settings)]
+    assert chosen
+    for row in chosen:
+        row.update(values)
+    return rows
+
+
+# --------------------------------------------------------------------------- the measure
+
+curves = st.lists(st.lists(st.floats(1e-3, 1e3), min_size=4, max_size=4), min_size=2, max_size=5)
+
+
+@given(curves, st.floats(1e-2, 1e2), st.randoms())
+def test_the_spread_ignores_order_and_scale_and_is_never_negative(losses, factor, random):
+    value = spread(losses)
+    assert value >= 0
+    assert spread([[factor * x for x in curve] for curve in losses]) == pytest.approx(value, abs=1e-12)
+    mixed = [*losses, random.choice(losses)]  # a copy adds nothing
+    random.shuffle(mixed)
+    assert spread(mixed) == pytest.approx(value, abs=1e-15)
+    assert spread([losses[0], losses[0]]) == 0
+
+
+def test_the_spread_is_measured_within_a_seed_and_then_averaged(tmp_path):
+    found = rows(seeds=(0, 1), **SMALL)
+    change(found, {"train_loss": 1.0}, algorithm="invariant", lr0=1e-4)
+    # Seeds differ tenfold: a mean over seeds first would hide that each has a gap of its own.
+    change(found, {"train_loss": 10.0}, algorithm="invariant", lr0=1e-4, seed=1)
+    change(found, {"train_loss": math.e}, algorithm="invariant", lr0=1e-4, seed=0, batch_size=400, epoch=2)
+    row = row_of(load(write(tmp_path, found)), "invariant", 1e-4)
+    assert row.spread.per_seed == pytest.approx({0: 1 / 3, 1: 0})
+    assert row.spread.value == pytest.approx(1 / 6)
+    assert not row.spread.notes
+
+
+def test_epoch_0_is_no_epoch_of_training(tmp_path):
+    found = rows(**SMALL)
+    value = row_of(load(write(tmp_path / "a", found)), "invariant", 1e-4).spread
+    zero = [row | {"epoch": 0, "samples": 0, "train_loss": 2.3} for row in found if row["epoch"] == 1]
+    assert row_of(load(write(tmp_path / "b", zero + found)), "invariant", 1e-4).spread == value
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
+def test_a_diverged_run_makes_the_spread_infinite_and_is_named(tmp_path, bad):
+    found = rows(seeds=(0, 1), **SMALL)
+    change(found, {"train_loss": bad}, algorithm="standard", lr0=1e-3, batch_size=400, seed=1, epoch=2)
+    results = load(write(tmp_path, found))
+    row = row_of(results, "standard", 1e-3)
+    assert row.spread.value == math.inf
+    assert row.spread.per_seed[1] == math.inf
+    assert 0 < row.spread.per_seed[0] < math.inf
+    assert 0 < row.spread.finite < math.inf
+    assert row.spread.notes == ["diverged: B = 400, seed 1, in epoch 2"]
+    assert row_of(results, "invariant", 1e-3).ratio == math.inf
+    assert any("diverged: B = 400, seed 1" in remark for remark in remarks(results))
+    told = json.loads(json.dumps(table(results), allow_nan=False))  # JSON proper: no Infinity, no NaN
+    assert "inf" in [r["spread"] for r in told["spreads"]]
+
+
+def test_a_run_that_stopped_when_it_diverged_does_not_shorten_the_others(tmp_path):
+    found = rows(**SMALL)
+    change(found, {"train_loss": math.nan}, algorithm="invariant", lr0=1e-3, batch_size=400, epoch=1)
+    found = [r for r in found if not (same(r, algorithm="invariant", lr0=1e-3, batch_size=400) and r["epoch"] > 1)]
+    row = row_of(load(write(tmp_path, found)), "invariant", 1e-3)
+    assert (row.spread.value, row.spread.epochs, row.ratio) == (math.inf, 3, 0)
+
+
+def test_where_every_run_diverged_nothing_is_claimed(tmp_path):
+    found = change(rows(**SMALL), {"train_loss": math.nan}, lr0=1e-3, epoch=1)
+    results = load(write(tmp_path, found))
+    row = row_of(results, "invariant", 1e-3)
+    assert math.isnan(row.spread.value)
+    assert math.isnan(row.ratio)
+    assert "every run diverged: nothing to compare" in row.spread.notes
+    assert all(r.holds_up_to == 1e-4 and r.breaks_at is None for r in ranges([row_of(results, "invariant", 1e-4)]))
+
+
+def test_unequal_numbers_of_epochs_are_cut_to_those_all_have_and_named(tmp_path):
+    found = rows(**SMALL)
+    whole = load(write(tmp_path / "whole", found))
+    short = [r for r in found if not (same(r, algorithm="invariant", batch_size=100, lr0=1e-4) and r["epoch"] > 2)]
+    results = load(write(tmp_path / "short", short))
+    row = row_of(results, "invariant", 1e-4)
+    assert row.spread.epochs == 2
+    assert row.spread.notes == ["short: B = 100, seed 0 has 2 of 3 epochs; all are compared over 2"]
+    runs = whole.group("resnet-bn", row.series, 1e-4)
+    assert row.spread.value == measure(runs, epochs=(1, 2)).value
+    # The rival has 3 epochs, but is compared over the same 2.
+    rival = whole.group("resnet-bn", row.series.rival, 1e-4)
+    assert row.ratio == pytest.approx(measure(rival, epochs=(1, 2)).value / row.spread.value)
+
+
+def test_the_ratio_compares_equal_batch_sizes_and_says_so(tmp_path):
+    found = [r for r in rows(**SMALL) if not same(r, algorithm="standard", batch_size=400, lr0=1e-4)]
+    results = load(write(tmp_path, found))
+    row = row_of(results, "invariant", 1e-4)
+    assert row.spread.batch_sizes == [25, 100, 400]
+    assert row.ratio_over == "B = 25, 100; seeds 0; 3 epochs"
+    ours = [r for r in results.group("resnet-bn", row.series, 1e-4) if r.batch_size < 400]
+    theirs = results.group("resnet-bn", row.series.rival, 1e-4)
+    assert row.ratio == pytest.approx(measure(theirs).value / measure(ours).value)
+    assert row_of(results, "standard", 1e-4).spread.notes == ["missing: B = 400"]
+
+
+def test_a_seed_that_lacks_a_batch_size_is_left_out_and_named(tmp_path):
+    found = [r for r in rows(seeds=(0, 1), **SMALL) if not same(r, algorithm="invariant", batch_size=400, seed=1)]
+    row = row_of(load(write(tmp_path, found)), "invariant", 1e-4)
+    assert list(row.spread.per_seed) == [0]
+    assert row.spread.notes == ["missing: B = 400, seed 1; the seed is left out"]
+
+
+def test_one_batch_size_has_no_spread(tmp_path):
+    results = load(write(tmp_path, rows(algorithms=FULL, **SMALL)))
+    row = row_of(results, "micro", 1e-4)
+    assert math.isnan(row.spread.value)
+    assert row.spread.notes == ["one batch size: nothing to compare"]
+
+
+def test_where_it_breaks_lies_between_two_learning_rates(tmp_path):
+    found = rows(sizes=(25, 400), rates=(1e-5, 1e-4, 1e-3, 1e-2), epochs=2)
+    change(found, {"train_loss": 1.0}, algorithm="invariant")
+    for lr0, loss in ((1e-4, 1.005), (1e-3, 1.02), (1e-2, 1.001)):
+        change(found, {"train_loss": loss}, algorithm="invariant", lr0=lr0, batch_size=400)
+    measured = ranges(spreads(load(write(tmp_path, found))))
+    ours = next(r for r in measured if r.series.algorithm == "invariant")
+    assert (ours.holds_up_to, ours.breaks_at) == (1e-4, 1e-3)  # holding again at 1e-2 does not count
+
+
+def test_the_best_learning_rate_is_chosen_at_equal_samples_and_the_edge_is_marked(tmp_path):
+    found = rows(sizes=(25, 400), rates=(1e-5, 1e-4, 1e-3), epochs=3)
+    for lr0, accuracy in ((1e-5, 0.3), (1e-4, 0.9), (1e-3, 0.6)):
+        change(found, {"test_accuracy": accuracy}, lr0=lr0)
+    change(found, {"train_loss": math.nan}, lr0=1e-3, algorithm="standard", batch_size=400, epoch=3)
+    results = load(write(tmp_path, found))
+    assert fixed_samples(results.runs) == 150_000
+    chosen = best(results, "resnet-bn", "test_accuracy")
+    assert {(b.lr0, b.value, b.at_edge) for b in chosen} == {(1e-4, 0.9, False)}
+    by_loss = {(b.series.algorithm, b.batch_size): b for b in best(results, "resnet-bn", "train_loss")}
+    assert by_loss["invariant", 400].lr0 == 1e-3
+    assert by_loss["invariant", 400].at_edge
+    assert by_loss["standard", 400].lr0 == 1e-4  # the diverged one is not a candidate
+
+
+def test_a_mean_over_seeds_is_no_number_where_one_seed_has_none(tmp_path):
+    found = rows(seeds=(0, 1), **SMALL)
+    change(found, {"train_loss": math.nan}, algorithm="invariant", lr0=1e-3, batch_size=25, seed=1, epoch=3)
+    results = load(write(tmp_path, found))
+    series = row_of(results, "invariant", 1e-3).series
+    seeds = [r for r in results.group("resnet-bn", series, 1e-3) if r.batch_size == 25]
+    epochs, losses = mean_curve(seeds, "train_loss")
+    assert epochs == [1, 2, 3]
+    assert [math.isfinite(y) for y in losses] == [True, True, False]
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def test_conditions_are_kept_apart_and_named(tmp_path):
+    found = rows(algorithms=FULL, warmups=(0, 50_000), **SMALL)
+    found += rows(algorithms=PAIR[:1], micro=100, **SMALL | {"sizes": (100, 400)})
+    results = load(write(tmp_path, found))
+    labels = [results.label("resnet-bn", series) for series in results.series("resnet-bn")]
+    assert len(set(labels)) == len(labels) == 2 * len(FULL) + 1
+    assert labels[:3] == [
+        "Invariant Adam, η ∝ B, linear, M = 25",
+        "Invariant Adam, η ∝ B, linear, M = 100",
+        "Invariant Adam, η ∝ B, exponential, M = 25",
+    ]
+    assert "Standard Adam, η ∝ √B, warm-up 50,000" in labels
+
+
+def test_grids_in_folders_are_read_together(tmp_path):
+    for model in ("resnet-ln", "vit"):
+        write(tmp_path / model, rows(model, **SMALL), model=model)
+    results = load(tmp_path)
+    assert results.models == ["resnet-ln", "vit"]
+    assert results.grids["vit"]["model"] == "vit"
+    write(tmp_path / "again", rows("vit", **SMALL))
+    with pytest.raises(ValueError, match=r"vit, Invariant Adam, η₀ = 0.0001, B = 25, seed 0: remove one"):
+        load(tmp_path)
+
+
+def test_what_cannot_be_read_is_refused_by_file_and_line(tmp_path):
+    with pytest.raises(ValueError, match=r"no results\.csv in .*: `invariant-adam reproduce` writes one"):
+        load(tmp_path)
+    found = rows(**SMALL)
+    for change_of, message in (
+        ({"train_loss": ""}, r"line 3: train_loss must be a number \(nan where a run diverged\), got ''"),
+        ({"algorithm": "sgd"}, r"line 3: algorithm must be one of invariant, .*, got 'sgd'"),
+        ({"batch_size": 2.5}, r"line 3: batch_size must be a whole number, got '2\.5'"),
+        ({"epoch": 1}, r"line 3: epoch 1 comes after epoch 1 of the same run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(write(tmp_path, [found[0], found[1] | change_of, *found[2:]]))
+    text = (write(tmp_path, found) / "results.csv").read_text()
+    (tmp_path / "results.csv").write_text(text[: text.rindex(",")])
+    with pytest.raises(ValueError, match=r"line 37 is cut off"):
+        load(tmp_path)
+    (tmp_path / "results.csv").write_text(text.replace("train_loss", "loss"))
+    with pytest.raises(ValueError, match="lacks the column train_loss"):
+        load(tmp_path)
+    (tmp_path / "results.csv").write_text(text.splitlines()[0] + "\n")
+    with pytest.raises(ValueError, match="has no rows: no run of this grid is finished"):
+        load(tmp_path)
+
+
+# --------------------------------------------------------------------------- figures and the command
+
+
+def test_the_command_draws_everything_there_are_runs_for(tmp_path):
+    found = rows(algorithms=FULL, ramps=("25-400",), **SMALL) + rows(warmups=(50_000,), **SMALL)
+    result = run(write(tmp_path / "grid", found), "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    parts = ("curves", "curves-warmup", "all", "batch-size", "best", "ramp")
+    drawn = {f"resnet-bn-{part}.{form}" for part in parts for form in ("png", "svg")}
+    assert names == drawn | {"spread.png", "spread.svg", "spreads.json", "report.html"}
+    for name in names:
+        assert f"wrote {tmp_path / 'out' / name}" in result.stderr
+    assert "one batch size: nothing to compare" in result.stdout
+    for path in (tmp_path / "out").glob("*.svg"):
+        assert "<dc:date>" not in path.read_text()
+    told = json.loads((tmp_path / "out" / "spreads.json").read_text())
+    ours = next(r for r in told["spreads"] if (r["algorithm"], r["rule"], r["lr0"]) == ("invariant", "linear", 1e-4))
+    assert ours["ratio"] == pytest.approx(
+        next(r["spread"] for r in told["spreads"] if (r["rule"], r["lr0"]) == ("square_root", 1e-4)) / ours["spread"]
+    )
+
+
+def test_the_same_results_give_the_same_bytes(tmp_path):
+    results = load(write(tmp_path, rows(**SMALL)))
+    for (_, one), (_, two) in zip(figures.figures(results), figures.figures(results), strict=True):
+        assert figures.render(one, "svg") == figures.render(two, "svg")
+
+
+@pytest.mark.parametrize(
+    "case", ["one epoch", "one rate", "all diverged", "no accuracy", "only invariant", "first epoch"]
+)
+def test_sparse_grids_are_drawn_without_a_warning(tmp_path, case):
+    found = rows(
+        sizes=(25, 400), rates=(1e-3,) if case == "one rate" else (1e-4, 1e-3), epochs=1 + (case != "one epoch")
+    )
+    if case == "all diverged":
+        change(found, {"train_loss": math.nan, "test_loss": math.nan}, algorithm="standard")
+    if case == "no accuracy":
+        change(found, {"train_accuracy": "", "test_accuracy": ""}, model="resnet-bn")
+    if case == "only invariant":
+        found = [row for row in found if same(row, algorithm="invariant")]
+    if case == "first epoch":
+        change(found, {"train_loss": math.inf}, algorithm="invariant", batch_size=400)
+    results = load(write(tmp_path, found))
+    names = []
+    for name, figure in figures.figures(results):
+        names.append(name)
+        assert figures.render(figure, "svg")
+    assert "resnet-bn-batch-size" in names
+    assert ("resnet-bn-best" in names) == (case != "one rate")
+    assert ("resnet-bn-curves" in names) == (case != "only invariant")
+
+
+def test_json_is_all_of_stdout_and_a_mistake_is_named(tmp_path):
+    result = run(write(tmp_path, rows(sizes=(25, 400), rates=(1e-4,), epochs=2)), "--json")
+    told = json.loads(result.stdout)
+    assert {row["label"] for row in told["spreads"]} == {"Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B"}
+    assert str(tmp_path / "figures" / "report.html") in told["written"]
+    wrong = run(tmp_path / "nowhere")
+    assert wrong.exit_code == 2
+    assert re.search(r"error: no results\.csv in .*nowhere", wrong.stderr)
