@@ -1,10 +1,15 @@
 """Batch size invariant Adam for PyTorch: the names meant for users, and nothing else."""
 
+from typing import TYPE_CHECKING
+
 from . import reference, scaling
 from .graphs import capture
 from .one_pass import UnsupportedUse, explain, one_pass
 from .optimizer import InvariantAdam
 from .schedules import InvariantEMA, SampleLambdaLR, warmup_cosine
+
+if TYPE_CHECKING:
+    from . import distributed
 
 __version__ = "0.1.0"
 
@@ -14,9 +19,18 @@ __all__ = [
     "SampleLambdaLR",
     "UnsupportedUse",
     "capture",
+    "distributed",
     "explain",
     "one_pass",
     "reference",
     "scaling",
     "warmup_cosine",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "distributed":  # not before it is asked for: torch.distributed.checkpoint takes a second to import
+        import importlib
+
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

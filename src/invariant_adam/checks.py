@@ -166,6 +166,7 @@ def refuse_ranks() -> None:
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         raise RuntimeError(
-            f"a process group of {group.get_world_size()} ranks is up, and InvariantAdam folds the micro-batches of "
-            "one process only: the ranks would drift apart in silence. Train in one process"
+            f"a process group of {group.get_world_size()} ranks is up, and this InvariantAdam knows of one only: the "
+            "ranks would drift apart in silence. Call invariant_adam.distributed.prepare(model, opt) on every rank "
+            "before the first backward, and opt.abandon() now"
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import folding
 from .kernels import adam as kernels
 from .optimizer import InvariantAdam
+from .ranks import Team
 from .update import Update
 
 WIDTH = 8  # numbers in a row of slots: see `kernels.adam`
@@ -213,6 +214,10 @@ def _refuse(optimizer: InvariantAdam) -> None:
     devices = {p.device for p in optimizer._params()}
     if len(devices) > 1:
         raise ValueError(f"capture needs all parameters on one device, got {', '.join(sorted(map(str, devices)))}")
+    if isinstance(optimizer._ranks, Team):
+        raise ValueError(
+            "the optimizer is prepared for several ranks, which agree on each update on the host; run it uncaptured"
+        )
     if optimizer._on_nonfinite == "raise":
         raise ValueError(
             'on_nonfinite="raise" asks the device at every step, which a graph cannot; use "skip" and read '

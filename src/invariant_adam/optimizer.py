@@ -27,6 +27,7 @@ from . import checks, folding, hooks
 from .diagnostics import NoiseScale, noise_scale
 from .kernels import adam as kernels
 from .one_pass import pair
+from .ranks import Ranks, placed
 from .scaling import RULES, check_decay, check_hyperparameters, check_keep, check_rho, find_rule
 from .update import Fold, Update
 
@@ -80,6 +81,7 @@ class InvariantAdam(Optimizer):
             over each tensor with fold="backward". Unlike clipping the mean, this does not depend on the batch size.
         on_nonfinite: what to do about a NaN, an infinity or a square that overflows. Its element is left out of the
             moments in any case; "skip" then goes on and warns (see `nonfinite`), "raise" stops at `step()`.
+        process_group: the ranks that see different data, where `distributed.prepare` is to take them from here.
         adamw_options: AdamW's own options, so that its call can be edited in one place: `fused` and `foreach` choose
             nothing here and are ignored; `amsgrad`, `capturable` and `differentiable` are refused unless False.
 
@@ -115,6 +117,7 @@ class InvariantAdam(Optimizer):
         state_dtype: torch.dtype = torch.float32,
         max_micro_norm: float | None = None,
         on_nonfinite: str = "skip",
+        process_group: Any = None,
         **adamw_options: Any,
     ) -> None:
         checks.check_adamw_options(adamw_options)
@@ -140,6 +143,8 @@ class InvariantAdam(Optimizer):
         self._reported = 0
         self._update = Update()
         self._tape: Tape | None = None  # of the graph that is being captured
+        self.process_group = process_group
+        self._ranks = Ranks()  # `distributed.prepare` puts its own here
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -222,6 +227,7 @@ class InvariantAdam(Optimizer):
         counts as seen.
         """
         self._flush()
+        self._ranks.abandon(self)
         for p, part in self._update.parts.items():
             state = self.state[p]
             if part.a is None:
@@ -310,11 +316,13 @@ class InvariantAdam(Optimizer):
                 "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
             )
         update = self._update
-        parts = [update.parts.get(p) or self._begin(p) for p in params]  # refuses before anything changes
+        parts = [self._part(p) for p in params]  # refuses before anything changes
         if any(p in update.late or p in update.queue for p in params):
             self._flush()
         arrivals = [self._take(p) for p in params]
         self._condition(params, arrivals)
+        if self._ranks.absorb(self, params, parts, arrivals):
+            return
         now = []
         for p, part, x in zip(params, parts, arrivals, strict=True):
             keep, gain, place = self._count(p, part, x.kappa, x.scale, paired=x.square is not None, signed=x.signed)
@@ -346,6 +354,7 @@ class InvariantAdam(Optimizer):
         """Whether a gradient may wait for the end of the backward that is running, to share a launch with others."""
         return (
             x.grad.numel() < _SMALL
+            and not self._ranks.hurries(self)
             and not x.borrowed
             and x.grad.device.type in _SHARING
             and self._fold_in == "backward"
@@ -386,13 +395,14 @@ class InvariantAdam(Optimizer):
             kernels.fold(
                 [f.grad for f in alike],
                 None if fold.square is None else [f.square for f in alike if f.square is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                [self._ranks.local(state["exp_avg"]) for state in states],
+                [self._ranks.local(state["exp_avg_sq"]) for state in states],
                 keep=fold.keep,
                 gain=fold.gain,
                 count=self._counter(fold.grad.device),
                 slots=None if self._tape is None else self._tape.slots(states[0]["exp_avg"], fold.place),
             )
+        self._ranks.after(self, [f.param for f in folds])
 
     def _alike(self, folds: list[Fold]) -> Iterable[list[Fold]]:
         """Sort folds by what one launch must share; by group too, since a captured launch outlives today's values."""
@@ -435,7 +445,9 @@ class InvariantAdam(Optimizer):
         l2 = group["weight_decay"] and not group["decoupled_weight_decay"]
         if l2 or self.max_micro_norm is not None:
             return None
-        part = self._update.parts.get(p) or self._begin(p)
+        if not self._ranks.takes_kernels:
+            return None
+        part = self._part(p)
         m, v = state["exp_avg"], state["exp_avg_sq"]
         if m.dtype != torch.float32 or m.stride() != p.stride():
             return None
@@ -447,13 +459,18 @@ class InvariantAdam(Optimizer):
         slots = None if self._tape is None else self._tape.slots(m, place)
         return kernels.Target(m, v, keep, gain, self._counter(p.device), slots)
 
+    def _part(self, p: Tensor) -> folding.Part:
+        """The part of `p` in the update that is open."""
+        self._ranks.before(self, p)
+        return self._update.parts.get(p) or self._begin(p)
+
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
         group, state = self._group(p), self.state[p]
         for name in ("exp_avg", "exp_avg_sq"):  # a model.to(...) may have come after the optimizer was built
             state[name] = state[name].to(p.device, self._moment_dtype(p))
         if state["debias1"] == 1.0:
-            return folding.begin_free()
+            return self._ranks.begin(folding.begin_free())
         history = (self._group_index[p], *_COUNTERS(state))
         part = self._update.begun.get(history)
         if part is None:
@@ -462,13 +479,14 @@ class InvariantAdam(Optimizer):
             if expected is not None:  # of the whole update; of this parameter, its share in the last one
                 kappa = expected * (state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0)
             part = self._update.begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
-        return replace(part)
+        return self._ranks.begin(replace(part))
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
         found = pair.take(p, scaled=False)
         if found is not None:
-            return _Arrival(found.grad.detach(), found.grad_sq.detach(), found.kappa, found.scale, found.borrowed)
+            grad, square = (self._ranks.gradient(p, t.detach()) for t in (found.grad, found.grad_sq))
+            return _Arrival(grad, square, found.kappa, found.scale, found.borrowed)
         assert p.grad is not None
         grad, p.grad = p.grad.detach(), None
         if grad.layout != torch.strided:
@@ -476,7 +494,7 @@ class InvariantAdam(Optimizer):
             grad = grad.to_dense()
         elif 0 in grad.stride():
             grad = grad.clone()  # expanded, not to be written to
-        return _Arrival(grad, None, self._weight, _ONES)
+        return _Arrival(self._ranks.gradient(p, grad), None, self._weight, _ONES)
 
     def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:
         """Make the gradients what is to be squared: clipped, with L2 decay inside."""
@@ -492,7 +510,7 @@ class InvariantAdam(Optimizer):
             if decay and not group["decoupled_weight_decay"]:
                 # mean_k (g_k + λw)² = mean_k g_k² + λw(2 mean_k g_k + λw), so the pair is enough.
                 sign, dtype = self._sign(p), self.state[p]["exp_avg"].dtype
-                grad, pull = x.grad.to(dtype).mul_(sign * x.scale[0]), p.detach().to(dtype) * decay
+                grad, pull = x.grad.to(dtype).mul_(sign * x.scale[0]), self._ranks.local(p.detach()).to(dtype) * decay
                 if x.square is not None:
                     x.square = x.square.to(dtype) * (sign**2 * x.scale[1]) + pull * (2 * grad + pull)
                 x.grad, x.scale, x.signed, x.borrowed = grad.add_(pull), _ONES, True, False
@@ -525,7 +543,8 @@ class InvariantAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         checks.refuse_scaled(self)
-        self._collect()
+        self._ranks.agree(self, self._collect)
+        self._update.check_whole(self._name)
         start = self.samples_seen
         stop = start + round(self.kappa * self._size)
         for hook in self._update_hooks.values():
@@ -535,6 +554,7 @@ class InvariantAdam(Optimizer):
             self._flush()
             self._report_nonfinite()
         self._move(moves)
+        self._ranks.moved(self)
         if self._tape is None:
             self._close(moves, stop)
             if all(device.type == "cpu" for device in self._skipped):
@@ -554,9 +574,9 @@ class InvariantAdam(Optimizer):
             if ready:
                 states = [self.state[p] for p in ready]
                 kernels.step(
-                    ready,
-                    [state["exp_avg"] for state in states],
-                    [state["exp_avg_sq"] for state in states],
+                    [self._ranks.weight(p) for p in ready],
+                    [self._ranks.local(state["exp_avg"]) for state in states],
+                    [self._ranks.local(state["exp_avg_sq"]) for state in states],
                     slots=None if tape is None else tape.slots(states[0]["exp_avg"], param=ready[0]),
                     **scalars,
                 )
@@ -618,17 +638,15 @@ class InvariantAdam(Optimizer):
         return rows
 
     def _collect(self) -> None:
-        """Fold the pairs that one pass left for this step, and refuse an update that is not whole."""
+        """Fold the pairs that one pass left for this step, and refuse gradients that no fold took."""
         lost = self._bind()
         params = list(self._params())
         left = [p for p in params if pair.peek(p) is not None]
         if left:
             self._fold(left)
-        checks.refuse_ranks()
         for p in params:
             if p.grad is not None:
                 raise RuntimeError(self._unfolded(p, lost))
-        self._update.check_whole(self._name)
 
     def _unfolded(self, p: Tensor, lost: int) -> str:
         """Say why a gradient stands on a parameter at `step()`, where none should."""
@@ -792,7 +810,7 @@ class InvariantAdam(Optimizer):
             group, state = self._group(p), self.state[p]
             for key in ("exp_avg", "exp_avg_sq"):
                 # Again from the checkpoint: torch has cast it to the dtype of the parameter, bfloat16 perhaps.
-                state[key] = saved[key].detach().to(p.device, self._moment_dtype(p), copy=True)
+                state[key] = placed(saved[key].detach(), p).to(p.device, self._moment_dtype(p), copy=True)
             step = float(state["step"])
             state["step"] = torch.tensor(step)
             for key, value in folding.after_adam(group["betas"], step).items():
@@ -825,6 +843,7 @@ class InvariantAdam(Optimizer):
             self._hooked, self._group_index = set(), {}
             self._update_hooks = OrderedDict()
             self._tape = None
+            self.process_group, self._ranks = None, Ranks()
             self._bind(take=True)
 
     def _bind(self, take: bool = False) -> int:

@@ -1,5 +1,6 @@
-"""Training on several ranks: checkpoints that survive any of them."""
+"""Training on several ranks: their micro-batches in one update, and checkpoints that survive any of them."""
 
 from .checkpoint import latest, load_latest, save
+from .prepare import last_backward, prepare
 
-__all__ = ["latest", "load_latest", "save"]
+__all__ = ["last_backward", "latest", "load_latest", "prepare", "save"]

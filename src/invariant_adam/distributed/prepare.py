@@ -1,0 +1,175 @@
+"""This rank's micro-batches -> everyone's: `prepare` an `InvariantAdam` for a process group, DDP or FSDP2.
+
+Each rank's micro-batches are micro-batches, and κ counts them all, so a changed number of ranks is a changed batch size
+and nothing else: no hyperparameter is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..optimizer import InvariantAdam
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: InvariantAdam,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+) -> None:
+    """Make the updates of `optimizer` those of all ranks; call it once, on every rank, before the first backward.
+
+        m, v ← the fold of every micro-batch of every rank,   κ ← their number over all ranks
+
+    What the model is decides how: a plain module or `DistributedDataParallel` (which then no longer reduces
+    gradients itself) has its moments summed over the ranks once per update; `fully_shard` (FSDP2, HSDP) has its squares
+    reduce-scattered with its gradients. Tensor-parallel parameters need nothing on the wire beyond what they do
+    themselves. A plain module's weights and buffers are first made rank 0's.
+
+    Args:
+        model: the module that holds the parameters of `optimizer`, wrapped in whatever wraps it.
+        optimizer: built on the parameters the model has now, after `fully_shard` or `parallelize_module`.
+        process_group: the ranks that see different data. By default the optimizer's own, DDP's, or all.
+        device_mesh: the same as a mesh of one dimension.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "distributed.prepare() found no process group; call torch.distributed.init_process_group() first (torchrun "
+            "sets what it needs), or leave prepare() out in a single process"
+        )
+    if optimizer.kappa:
+        raise RuntimeError(
+            f"distributed.prepare() in the middle of an update: {optimizer.kappa:g} micro-batches are folded; call it "
+            "before the first backward"
+        )
+    _check_held(model, optimizer)
+    optimizer._bind()
+    if _is_fully_sharded(model):
+        from .fsdp import FullySharded
+
+        if process_group is not None or device_mesh is not None:
+            raise ValueError(
+                "process_group and device_mesh are fully_shard's own for a model that it shards; leave them out"
+            )
+        optimizer._ranks = FullySharded(model, optimizer)
+        return
+    from .replicated import Replicated, silence
+
+    group = _group(model, optimizer, process_group, device_mesh)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        silence(model)
+    elif group is not None:
+        _copy_first(model, group)
+    if group is not None:
+        _check_alike(optimizer, group)
+    optimizer._ranks = Replicated(group)
+
+
+@contextmanager
+def last_backward(optimizer: InvariantAdam) -> Iterator[None]:
+    """Say that the backward in this context is this rank's last of the update, so that sums may begin within it.
+
+    It changes when moments travel, never what the update is; without it, and without `opt.expect`, they travel at
+    `step()`.
+    """
+    ranks = optimizer._ranks
+    ranks.last = True
+    try:
+        yield
+    finally:
+        ranks.last = False
+    ranks.finish_last(optimizer)
+
+
+def _is_fully_sharded(model: nn.Module) -> bool:
+    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+
+
+def _check_held(model: nn.Module, optimizer: InvariantAdam) -> None:
+    """Refuse an optimizer of parameters that the model does not have (any more)."""
+    held = {id(p) for p in model.parameters()}
+    for p in optimizer._params():
+        if id(p) not in held:
+            raise ValueError(
+                f"parameter {optimizer._name(p)} of the optimizer is not one of the model's: fully_shard, "
+                "parallelize_module and copies replace parameters. Build InvariantAdam on model.parameters() after them"
+            )
+
+
+def _group(
+    model: nn.Module, optimizer: InvariantAdam, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> dist.ProcessGroup | None:
+    """The ranks that see different data."""
+    import torch.distributed as dist
+
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("give process_group or device_mesh, not both")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; give the one along which data differs, "
+                'device_mesh=mesh["dp"]'
+            )
+        return mesh.get_group()
+    group = group or optimizer.process_group
+    if group is not None:
+        return group
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        ours: dist.ProcessGroup = model.process_group
+        return ours
+    meshes = {p.device_mesh for p in optimizer._params() if hasattr(p, "device_mesh")}
+    if any(mesh.size() < dist.get_world_size() for mesh in meshes):
+        raise ValueError(
+            f"the model is parallel over {min(mesh.size() for mesh in meshes)} of {dist.get_world_size()} ranks, and "
+            "which ranks see different data cannot be told; give process_group, or device_mesh=mesh['dp']"
+        )
+    return None if meshes else dist.group.WORLD
+
+
+def _copy_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank the weights and buffers of the group's first."""
+    import torch.distributed as dist
+
+    first = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for t in (*model.parameters(), *model.buffers()):
+            local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+            whole = local.detach().contiguous()
+            dist.broadcast(whole, first, group=group)
+            if whole.data_ptr() != local.data_ptr():
+                local.copy_(whole)
+
+
+def _check_alike(optimizer: InvariantAdam, group: dist.ProcessGroup) -> None:
+    """Refuse ranks whose optimizers are not in the same state."""
+    import torch.distributed as dist
+
+    from ..folding import fresh
+
+    own: dict[str, Any] = {
+        "shapes": [tuple(p.shape) for p in optimizer._params()],
+        "trainable": [p.requires_grad for p in optimizer._params()],
+        "groups": [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups],
+        "counters": [[optimizer.state[p][k] for k in fresh()] for p in optimizer._params()],
+    }
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    for rank, other in enumerate(everyone):
+        for what, value in own.items():
+            if other[what] != value:
+                raise RuntimeError(
+                    f"the optimizers of ranks {group.rank()} and {rank} of the group differ in their {what}; build the "
+                    "same optimizer, and load the same checkpoint, on every rank before prepare()"
+                )

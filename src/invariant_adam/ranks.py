@@ -1,0 +1,252 @@
+"""What the optimizer asks of the ranks that train one model with it: `Ranks` for one alone, `Team` for several.
+
+A rank folds what its own backwards bring. The optimizer calls `before` and `after` around each fold, and `agree` at
+`step()`: whatever a mode does on the wire, after `agree` each parameter's moments hold the micro-batches of all ranks,
+each once, and its count is theirs, so that everything that follows is what one process would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import checks, folding
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .optimizer import InvariantAdam
+    from .update import Update
+
+ONES = (1.0, 1.0)
+
+
+class Ranks:
+    """A process that trains alone, and what the ways of several override."""
+
+    takes_kernels = True  # whether a kernel may fold into the moments by itself
+    last = False  # the backward that runs is the last of this rank's update
+
+    def begin(self, part: folding.Part) -> folding.Part:
+        """Plan a parameter's part in an update as this rank's."""
+        return part
+
+    def before(self, optimizer: InvariantAdam, p: Tensor) -> None:
+        """Make ready for a fold of `p`."""
+
+    def hurries(self, optimizer: InvariantAdam) -> bool:
+        """Whether folds must not wait for others, because what they complete is sent at once."""
+        return False
+
+    def absorb(
+        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[folding.Part], arrivals: list[Any]
+    ) -> bool:
+        """Take gradients that are not to be folded here and now; False leaves the fold to the optimizer."""
+        return False
+
+    def after(self, optimizer: InvariantAdam, params: list[Tensor]) -> None:
+        """Note that gradients of `params` were folded."""
+
+    def finish_last(self, optimizer: InvariantAdam) -> None:
+        """Note that this rank's last backward of the update has ended."""
+
+    def agree(self, optimizer: InvariantAdam, check: Callable[[], None]) -> None:
+        """Make the update all ranks'; `check` refuses what is wrong on this one."""
+        check()
+        checks.refuse_ranks()
+
+    def abandon(self, optimizer: InvariantAdam) -> None:
+        """Make ready to give the update up."""
+
+    def local(self, t: Tensor) -> Tensor:
+        """This rank's piece of a weight, a gradient or a moment."""
+        return t
+
+    def gradient(self, p: Tensor, grad: Tensor) -> Tensor:
+        """This rank's piece of a gradient of `p`."""
+        return grad
+
+    def weight(self, p: Tensor) -> Tensor:
+        """The piece of `p` that this rank's moments move."""
+        return p
+
+    def moved(self, optimizer: InvariantAdam) -> None:
+        """Note that the weights have moved."""
+
+
+class Team(Ranks):
+    """Ranks of a process group that agree on each update before a weight moves.
+
+    One small sum over the ranks per update carries the counts, and with them what must be known of each other: that
+    a rank refuses (then all do, instead of waiting for it), and that their hyperparameters are the same.
+
+    Args:
+        groups: the ranks whose micro-batches make an update, by the dimensions of their mesh; none where there is no
+            other rank.
+    """
+
+    even = False  # whether all ranks must bring as many micro-batches
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self.groups = groups
+        self.size = prod(group.size() for group in groups)
+        self.update: Update | None = None  # the one under way
+        self.agreed: Update | None = None  # the one that is closed here, stepped or not
+        self.late = False  # a gradient came after the moments were sent
+
+    def before(self, optimizer: InvariantAdam, p: Tensor) -> None:  # noqa: D102 - as Ranks has it
+        if optimizer._update is self.agreed:
+            raise RuntimeError(
+                "a gradient came after the ranks had closed the update in a step() that raised; step() again, or drop "
+                "the update with opt.abandon() on all ranks, before the next backward"
+            )
+        if optimizer._update is not self.update:
+            self.update = optimizer._update
+            self.open(optimizer)
+
+    def open(self, optimizer: InvariantAdam) -> None:
+        """Begin an update."""
+
+    def reduce(self, optimizer: InvariantAdam) -> None:
+        """Bring what all ranks folded into everyone's moments."""
+
+    def again(self, optimizer: InvariantAdam) -> None:
+        """Do it once more, for gradients that came after it."""
+
+    def count(self, optimizer: InvariantAdam, p: Tensor) -> float:
+        """Micro-batches of `p` that this rank brought."""
+        part = optimizer._update.parts.get(p)
+        return 0.0 if part is None else part.kappa
+
+    def agree(self, optimizer: InvariantAdam, check: Callable[[], None]) -> None:  # noqa: D102
+        update = optimizer._update
+        if update is self.agreed:
+            return
+        if update is not self.update:  # no gradient came to this rank
+            self.update = update
+            self.open(optimizer)
+        error: Exception | None = None
+        try:
+            check()
+            if update.parts:
+                update.check_whole(optimizer._name)
+        except Exception as e:
+            error = e
+        optimizer._flush()
+        self.reduce(optimizer)
+        params = list(optimizer._params())
+        own = [
+            float(error is not None),
+            float(self.late),
+            float(_nonfinite(optimizer)),
+            float(_digest(optimizer)),
+            sum(update.micro_batches.values()),
+            *(self.count(optimizer, p) for p in params),
+        ]
+        failed, late, nonfinite, digest, seen, *counts = self.sum(own, params[0].device)
+        if late:
+            self.again(optimizer)
+        self.agreed = update
+        for p, kappa in zip(params, counts, strict=True):
+            self._take_count(optimizer, p, kappa)
+        if seen:
+            update.micro_batches = {0: seen}
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(
+                f"{failed:g} of {self.size} ranks refused this update or gave it up; their own errors say why. No "
+                "weight has moved: call opt.abandon() on this rank too, or stop"
+            )
+        if digest != own[3] * self.size:
+            raise RuntimeError(
+                "the ranks disagree on lr, betas, eps, weight_decay, samples_seen or expect(kappa): set them alike on "
+                "every rank (kappa counts the micro-batches of all ranks). No weight has moved; drop the update with "
+                "opt.abandon()"
+            )
+        if self.even and any(abs(k - n * self.size) > 1e-9 * k for k, n in zip(counts, own[5:], strict=True)):
+            raise RuntimeError(
+                "the ranks brought unequal numbers of micro-batches, or unequal weights of ragged ones, and FSDP2 has "
+                "averaged them as equals; give every rank as many samples in each backward. No weight has moved, but "
+                "the moments hold them: go back to the last checkpoint"
+            )
+        if nonfinite and not own[2]:
+            raise RuntimeError(
+                f'{nonfinite:g} gradient elements were not finite on other ranks, and on_nonfinite="raise"; the '
+                "weights have not moved"
+            )
+
+    def _take_count(self, optimizer: InvariantAdam, p: Tensor, kappa: float) -> None:
+        """Make the micro-batches of `p` those of all ranks."""
+        parts = optimizer._update.parts
+        part = parts.get(p)
+        if kappa:
+            assert part is not None
+            part.kappa = kappa
+        elif part is not None:
+            # No rank had a gradient of it, but its moments were made ready for one: what they lost is owed back.
+            del parts[p]
+            if part.a is not None:
+                optimizer.state[p]["norm1"], optimizer.state[p]["norm2"] = part.a
+
+    def sum(self, values: list[float], device: torch.device) -> list[float]:
+        """Add up over the ranks, exactly for whole numbers; on the CPU where the group can, so as not to wait."""
+        if not self.groups:
+            return values
+        cpu = all(any(d.type == "cpu" for d in group._device_types) for group in self.groups)
+        total = torch.tensor(values, dtype=torch.float64, device="cpu" if cpu else device)
+        for group in self.groups:
+            torch.distributed.all_reduce(total, group=group)
+        result: list[float] = total.tolist()
+        return result
+
+    def abandon(self, optimizer: InvariantAdam) -> None:  # noqa: D102
+        def gives_up() -> None:
+            raise _GivenUp
+
+        with suppress(_GivenUp):
+            self.agree(optimizer, gives_up)
+
+    def local(self, t: Tensor) -> Tensor:  # noqa: D102
+        local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+        return local
+
+    def gradient(self, p: Tensor, grad: Tensor) -> Tensor:  # noqa: D102
+        if getattr(grad, "placements", None) != getattr(p, "placements", None):
+            # A sum that is still spread over ranks must be added up before it is squared.
+            grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+        return self.local(grad)
+
+    def weight(self, p: Tensor) -> Tensor:  # noqa: D102
+        return self.local(p)
+
+
+class _GivenUp(Exception):  # noqa: N818 - no error
+    pass
+
+
+def _digest(optimizer: InvariantAdam) -> int:
+    """A number that differs between ranks whose hyperparameters do; sums of it are exact."""
+    expected = optimizer._update.expected
+    values = [
+        (float(g["lr"]), *g["betas"], g["eps"], g["weight_decay"], g["samples_seen"]) for g in optimizer.param_groups
+    ]
+    return hash((-1.0 if expected is None else expected, optimizer.loss_divisor, *values)) % (1 << 31)
+
+
+def _nonfinite(optimizer: InvariantAdam) -> int:
+    return optimizer.nonfinite - optimizer._reported if optimizer._on_nonfinite == "raise" else 0
+
+
+def placed(value: Tensor, like: Tensor) -> Tensor:
+    """Place a whole tensor as the DTensor `like` is, or gather one where `like` is whole."""
+    if hasattr(like, "device_mesh") and not hasattr(value, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)  # type: ignore[attr-defined]
+    return value
