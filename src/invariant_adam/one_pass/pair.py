@@ -80,16 +80,15 @@ def put(
         grad: mean_k g_k, or what `scale[0]` makes it of.
         grad_sq: mean_k g_k², or what `scale[1]` makes it of.
         kappa: κ, micro-batches in the means.
-        scale: factors that an optimizer that takes the pair at once puts on it in passing; else both tensors are
-            multiplied in place.
+        scale: factors that an optimizer that takes the pair at once puts on it in passing.
         borrowed: whether the caller will write over both afterwards, as a compiled graph does.
     """
     taker = _subscribers.get(p)
     before = peek(p)
     if taker is None or before is not None:  # it stays for all to read
-        for tensor, factor in zip((grad, grad_sq), scale, strict=True):
-            if factor != 1.0:
-                tensor.mul_(factor)
+        # Not in place: a layer may have cut the pairs of its weight and its bias from one tensor.
+        grad = grad if scale[0] == 1.0 else grad * scale[0]
+        grad_sq = grad_sq if scale[1] == 1.0 else grad_sq * scale[1]
         scale = _ONES
     if before is not None:
         total = before.kappa + kappa
