@@ -111,8 +111,7 @@ def convolutions(model, tune):
         }
         if tuned:
             del work["ours"]
-            positions = micro * g.shape[2] * g.shape[3]
-            for config in dict.fromkeys(fused.candidates(geo.weight[0], geo.weight[1], positions, g.dtype)):
+            for config in dict.fromkeys(fused.candidates(geo, (micro, *g.shape[2:]), g.dtype)):
                 work[config] = partial(fused.conv_square, G, X, geo, config=config)
                 try:
                     work[config]()

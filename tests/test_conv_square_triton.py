@@ -112,15 +112,42 @@ def test_every_candidate_is_right(out, inner, stride):
     geo = geometry((out, inner, 3, 3), (stride, stride))
     G, X = operands(geo, 4, 25, (16, 16), torch.bfloat16)
     want = expected(G, X, geo)
-    for config in twin.candidates(out, inner, 25 * G.shape[3] ** 2, G.dtype):
+    for config in twin.candidates(geo, (25, *G.shape[3:]), G.dtype):
         assert close(twin.conv_square(G, X, geo, config=config), want, 1e-2), config
+
+
+@pytest.mark.parametrize(
+    ("bk", "images", "size", "kernel", "stride", "padding", "dilation"),
+    [
+        (32, 3, (8, 8), 3, 1, 1, 1),  # half an image
+        (64, 2, (8, 8), 3, 1, 1, 1),  # an image
+        (64, 5, (4, 4), 3, 1, 1, 1),  # four images, and the one left
+        (16, 2, (4, 32), 3, 1, 1, 1),  # half a row
+        (16, 2, (3, 14), 3, 1, 1, 1),  # strips that stick out
+        (16, 2, (5, 16), 3, 1, 0, 1),  # strips, no padding
+        (32, 2, (10, 16), 3, 1, 2, 2),
+        (16, 2, (16, 8), 3, 2, 1, 1),
+        (32, 3, (8, 8), 1, 2, 0, 1),
+        (16, 2, (12, 12), 5, 3, 2, 1),
+    ],
+)
+def test_boxes_of_the_image(bk, images, size, kernel, stride, padding, dilation):
+    geo = geometry((40, 64, kernel, kernel), (stride,) * 2, (padding,) * 2, (dilation,) * 2)
+    G, X = operands(geo, 3, images, size, torch.float16)
+    assert twin.boxed(geo, X)
+    assert twin.box(bk, images, *G.shape[3:]) is not None
+    config = twin.Config(64, 64, bk, 4, 3)
+    first, other = (twin.conv_square(G, X, geo, config=config._replace(boxes=boxes)) for boxes in (True, False))
+    want = expected(G, X, geo)
+    assert close(first, want, 1e-2)
+    assert close(other, want, 1e-2)
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 5])
 def test_pieces_add_up_to_the_whole_tile(pieces):
     geo = geometry((40, 20, 3, 3))
     G, X = operands(geo, 5, 1, (5, 5))
-    config = twin.choose(40, 20, 25, G.dtype)._replace(pieces=pieces)
+    config = twin.choose(geo, (1, 5, 5), G.dtype)._replace(pieces=pieces)
     first, again = (twin.conv_square(G, X, geo, config=config) for _ in range(2))
     assert close(first, expected(G, X, geo), 1e-5)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -149,7 +176,7 @@ def test_folds_into_moments(pieces, channels_last):
         a * old.double() + b * torch.nan_to_num(new, nan=0.0)
         for a, b, old, new in zip(keep, gain, (m, v), expected(G, X, geo), strict=True)
     ]
-    config = twin.choose(20, 8, 72, G.dtype)._replace(pieces=pieces)
+    config = twin.choose(geo, (2, 6, 6), G.dtype)._replace(pieces=pieces)
     twin.conv_square(G, X, geo, into=twin.Into(m, v, keep, gain, count), config=config)
     assert close((m, v), want, 1e-5)
     assert count.item() == 20 * 9

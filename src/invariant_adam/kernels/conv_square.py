@@ -79,19 +79,14 @@ def takes_fused(G: Tensor, X: Tensor, geo: Geometry) -> bool:
 
 
 def is_pointwise(geo: Geometry) -> bool:
-    """Whether this is a product of matrices: one tap, no padding, all channels."""
-    one_tap = all(size == 1 for size in geo.weight[2:]) and not any(geo.padding)
+    """Whether this is a product of matrices: one tap on every pixel, no padding, all channels."""
+    one_tap = all(size == 1 for size in (*geo.weight[2:], *geo.stride)) and not any(geo.padding)
     return one_tap and geo.groups == 1 and not geo.transposed
 
 
-def pointwise(G: Tensor, X: Tensor, geo: Geometry) -> tuple[Tensor, Tensor]:
-    """The operands of `gemm_square` for a convolution of one tap: G (κ, R, O), X (κ, R, I), channels last."""
-    for axis, (stride, size) in enumerate(zip(geo.stride, G.shape[3:], strict=True)):
-        if stride > 1:
-            X = X.narrow(axis + 3, 0, (size - 1) * stride + 1)[
-                (slice(None),) * (axis + 3) + (slice(None, None, stride),)
-            ]
-    return tuple(t.movedim(2, -1).flatten(1, -2) for t in (G, X))  # type: ignore[return-value]
+def pointwise(G: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
+    """The operands of `gemm_square` for a convolution of one tap: G (κ, R, O), X (κ, R, I)."""
+    return G.movedim(2, -1).flatten(1, -2), X.movedim(2, -1).flatten(1, -2)
 
 
 def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -99,7 +94,7 @@ def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) ->
     X = X.to(G.dtype)
     if fused is not None and takes_fused(G, X, geo):
         if is_pointwise(geo):
-            dW, S = gemm_square(*pointwise(G, X, geo), c)
+            dW, S = gemm_square(*pointwise(G, X), c)
             return dW.view(geo.weight), S.view(geo.weight)
         shape, *taps = [list(sizes) for sizes in geo[:4]]
         dW, S = fused.conv_square_op(G, X, c, shape, *taps, geo.groups, geo.channels_last)

@@ -8,12 +8,17 @@ over the R = m·H_out·W_out output positions r of a group: a product of matrice
 shifted rows, zeros outside the image. A block owns a tile of output channels × (input channels of one tap); narrow
 inputs share a tile among neighbouring taps. The loop over groups is that of `gemm_square_triton`.
 
+Where the rows of a step are a box of the image (`box`), Hopper's tile loads fetch it shifted by the tap, with zeros for
+what is outside. For a stride of s, X is seen as (images, H/s, s, W/s, s·I): what a tap meets is a box of that. Else
+rows are gathered by address.
+
 Tiles rarely fill the chip evenly. Those of the last round are cut into pieces of their groups (`divide`), whose sums
 go through a workspace and are added up in order by a second, small kernel: the same result every time.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
@@ -39,6 +44,7 @@ class Config(NamedTuple):
     bk: int = 64  # output positions
     warps: int = 8
     stages: int = 3
+    boxes: bool = True  # whether inputs are loaded as boxes, where they can be
     pieces: int = 0  # into how many the tiles of the last round are cut; 0: as `divide` says
 
 
@@ -66,15 +72,16 @@ def _columns(n, tap, CI: tl.constexpr, TAPS: tl.constexpr, BN: tl.constexpr, FLA
 
 @triton.jit
 def _conv_square(
-    G, X, C, D, S, partial, CO, R, KAPPA, IMAGES, GW, XW, whole, rest, size, s0, s1, s2, s3,
+    G, X, C, D, S, partial, CO, R, KAPPA, IMAGES, STEPS, GW, XW, whole, rest, size, s0, s1, s2, s3,
     slots, count, keep1, keep2, gain1, gain2, limit,
     CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
     SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr,
-    HAS_C: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr, INTO: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, BY: tl.constexpr, BX: tl.constexpr,
+    FLAT: tl.constexpr, HAS_C: tl.constexpr, DESCRIPTORS: tl.constexpr, BOXES: tl.constexpr, STRIPS: tl.constexpr,
+    PRECISION: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
-    """G is (κ, R, GW) by descriptor or address, X (κ, IMAGES, H, W, XW); CO and CI channels per channel group."""
+    """G is (κ, R, GW), X is (κ, IMAGES, H, W, XW), by descriptor or address; CO and CI channels per channel group."""
     pid = tl.program_id(0)
     tile, first, last = pid, 0, KAPPA
     if pid >= whole:
@@ -91,28 +98,40 @@ def _conv_square(
     else:
         dy, dx = tap // KW * DY - PY, tap % KW * DX - PX
         shift = (dy * W + dx) * XW + j * CI + n + across
+        # A tap's offset as whole strides and what is left; the padding is added first, so that all are positive.
+        oy, ox = (dy + SY * PY) % SY, (dx + SX * PX) % SX
+        sy, sx = (dy + SY * PY) // SY - PY, (dx + SX * PX) // SX - PX
     total = tl.zeros((BM, BN), tl.float32)
     squares = tl.zeros((BM, BN), tl.float32)
     for k in tl.range(first, last, flatten=True):
         product = tl.zeros((BM, BN), tl.float32)
-        for r in tl.range(0, R, BK):
-            rows = r + rk
-            if DESCRIPTORS:  # rows past the group's end come as zeros
-                g = G.load([k, r, j * CO + m]).reshape(BK, BM)
+        for step in tl.range(0, STEPS):
+            rows = step * BK + rk
+            if BOXES:  # outside of the image are zeros; past the group's end, where G has them, whatever follows
+                x0 = step % tl.cdiv(WO, BX) * BX
+                y0 = step // tl.cdiv(WO, BX) % tl.cdiv(HO, BY) * BY
+                i0 = step // (tl.cdiv(WO, BX) * tl.cdiv(HO, BY)) * BI
+                v = X.load([k * IMAGES + i0, y0 + sy, oy, x0 + sx, ox * XW + j * CI + n]).reshape(BK, BN)
+            if STRIPS:
+                g = G.load([k, i0, y0, x0, j * CO + m]).reshape(BK, BM)
+            elif DESCRIPTORS:
+                g = G.load([k, step * BK, j * CO + m]).reshape(BK, BM)
             else:
                 here = G + (k * R + rows).to(tl.int64)[:, None] * GW + (j * CO + rm)[None, :]
                 g = tl.load(here, mask=(rows < R)[:, None] & (rm < CO)[None, :], other=0.0)
-            place = rows % (HO * WO)
-            y, x = place // WO * SY, place % WO * SX
-            pixel = ((k * IMAGES + rows // (HO * WO)) * H + y) * W + x
-            there = X + pixel.to(tl.int64)[:, None] * XW + shift[None, :]
-            if FLAT:
-                yy, xx = y[:, None] + down[None, :], x[:, None] + right[None, :]
-                inside = (rows < R)[:, None] & exists[None, :] & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
-            else:
-                yy, xx = y + dy, x + dx
-                inside = ((rows < R) & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W))[:, None] & exists[None, :]
-            product = tl.dot(g.trans(), tl.load(there, mask=inside, other=0.0), product, input_precision=PRECISION)
+            if not BOXES:
+                place = rows % (HO * WO)
+                y, x = place // WO * SY, place % WO * SX
+                pixel = ((k * IMAGES + rows // (HO * WO)) * H + y) * W + x
+                there = X + pixel.to(tl.int64)[:, None] * XW + shift[None, :]
+                if FLAT:
+                    yy, xx = y[:, None] + down[None, :], x[:, None] + right[None, :]
+                    inside = (rows < R)[:, None] & exists[None, :] & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
+                else:
+                    yy, xx = y + dy, x + dx
+                    inside = ((rows < R) & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W))[:, None] & exists[None, :]
+                v = tl.load(there, mask=inside, other=0.0)
+            product = tl.dot(g.trans(), v, product, input_precision=PRECISION)
         total += product
         if HAS_C:
             squares += tl.load(C + k) * product * product
@@ -199,12 +218,13 @@ def conv_square(
     rows = images * G.shape[2] * G.shape[3]
     if config is None:
         taps = (*geo.stride, *geo.padding, *geo.dilation)
+        places = (images, *G.shape[2:])
         config = tuning.best(
             "conv_square",
             (*geo.weight, geo.groups, *taps, *G.shape[2:], images, kappa, str(G.dtype)),
             G.device,
-            choose(out, inner, rows, G.dtype),
-            lambda: candidates(out, inner, rows, G.dtype),
+            choose(geo, places, G.dtype),
+            lambda: candidates(geo, places, G.dtype),
             lambda config: conv_square(_apart(G, kappa), _apart(X, kappa), geo, c, config=config),
         )  # fmt: skip
     flat = inner < config.bn
@@ -220,18 +240,34 @@ def conv_square(
         D, S = into.exp_avg, into.exp_avg_sq
         fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
     # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
-    aligned = _has_tile_loads(G.device) and G.shape[1] * G.element_size() % 16 == 0 and G.data_ptr() % 16 == 0
-    operand: Any = G
-    if aligned:
-        matrix = G.permute(0, 2, 3, 1).view(kappa, rows, G.shape[1])
-        operand = TensorDescriptor.from_tensor(matrix, [1, config.bk, config.bm])
+    aligned = [
+        _has_tile_loads(G.device) and t.shape[1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X)
+    ]
+    load = None
+    if config.boxes and all(aligned) and not flat and boxed(geo, X):
+        load = box(config.bk, images, *G.shape[2:])
+    operands: list[Any] = [G, X]
+    steps = triton.cdiv(rows, config.bk)
+    by, strips = (1, 1, 1), False
+    if load is not None:
+        by, strips = load
+        steps = triton.cdiv(images, by[0]) * triton.cdiv(G.shape[2], by[1]) * triton.cdiv(G.shape[3], by[2])
+        n, wide, height, width = X.shape
+        sy, sx = geo.stride
+        strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
+        operands[1] = TensorDescriptor.from_tensor(strided, [*by[:2], 1, by[2], config.bn])
+    if strips:
+        operands[0] = TensorDescriptor.from_tensor(_images(G, kappa), [1, *by, config.bm])
+    elif aligned[0]:
+        operands[0] = TensorDescriptor.from_tensor(_images(G, kappa).flatten(1, 3), [1, config.bk, config.bm])
     shape = {"CI": inner, "KH": kh, "KW": kw, "BM": config.bm, "BN": config.bn, "FLAT": flat, "INTO": into is not None}
     _conv_square[(whole + rest * pieces,)](
-        operand, X, c, D, S, partial, out, rows, kappa, images, G.shape[1], X.shape[1], whole, rest, size,
+        *operands, c, D, S, partial, out, rows, kappa, images, steps, G.shape[1], X.shape[1], whole, rest, size,
         *D.stride(), *fold, **shape,
         H=X.shape[2], W=X.shape[3], HO=G.shape[2], WO=G.shape[3], SY=geo.stride[0], SX=geo.stride[1],
         PY=geo.padding[0], PX=geo.padding[1], DY=geo.dilation[0], DX=geo.dilation[1],
-        BK=config.bk, HAS_C=c is not None, DESCRIPTORS=aligned,
+        BK=config.bk, BI=by[0], BY=by[1], BX=by[2], HAS_C=c is not None, DESCRIPTORS=aligned[0],
+        BOXES=load is not None, STRIPS=strips,
         PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
         num_warps=config.warps,
         num_stages=_stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
@@ -242,6 +278,37 @@ def conv_square(
             partial, D, S, out, whole, rest, pieces, *D.stride(), *fold, **shape, BF=few, num_warps=4
         )
     return D, S
+
+
+def boxed(geo: Geometry, X: Tensor) -> bool:
+    """Whether boxes can be loaded of this input: 16 bits a number, whole strides."""
+    whole = all(size % stride == 0 for size, stride in zip(X.shape[-2:], geo.stride, strict=True))
+    return whole and X.element_size() == 2
+
+
+def box(bk: int, images: int, height: int, width: int) -> tuple[tuple[int, int, int], bool] | None:
+    """The images, rows and columns that `bk` output positions are a box of, and whether they are but a strip of a row.
+
+    Sides are powers of two. Boxes of whole rows or whole images follow each other in memory; strips do not, and waste
+    what sticks out at the end of a row. None where that would be more than a sixth.
+
+    >>> box(64, 25, 32, 32), box(64, 25, 4, 4), box(64, 8, 56, 56), box(64, 8, 14, 14)
+    (((1, 2, 32), False), ((4, 4, 4), False), ((1, 1, 64), True), None)
+    """
+    if width <= bk and bk % width == 0:
+        rest = bk // width
+        if height % rest == 0:
+            return (1, rest, width), False
+        if rest % height == 0:
+            return (rest // height, height, width), False
+    if width % bk == 0:
+        return (1, 1, bk), False
+    return ((1, 1, bk), True) if 6 * -(-width // bk) * bk <= 7 * width else None
+
+
+def _images(t: Tensor, kappa: int) -> Tensor:
+    """(κ·m, C, H, W) in channels-last memory as (κ, m, H, W, C)."""
+    return _apart(t.permute(0, 2, 3, 1), kappa)
 
 
 def _apart(t: Tensor, kappa: int) -> Tensor:
@@ -285,27 +352,31 @@ def _(
     return _empty(tuple(weight), channels_last, G.device), _empty(tuple(weight), channels_last, G.device)
 
 
-def choose(out: int, inner: int, rows: int, dtype: torch.dtype) -> Config:
-    """The configuration for a shape: channels per channel group, output positions per group."""
+def choose(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """The configuration for a convolution; `places`: the images of a group, the height and width of the output."""
+    out, inner, rows = geo.weight[0] // geo.groups, geo.weight[1], math.prod(places)
     bk = 64 if rows >= 64 else 32 if rows >= 32 else 16
     if dtype == torch.float32:
         bk = min(bk, 32)
+    elif bk == 64 and box(64, *places) is None and box(32, *places) is not None:
+        bk = 32
     bm = 128 if out > 64 else max(16, triton.next_power_of_2(out))
     bn = 128 if inner > 64 else 64
     large = bm * bn > 64 * 128
-    return Config(bm, bn, bk, warps=8 if large else 4, stages=3 if large else 4)
+    return Config(bm, bn, bk, warps=8 if large else 4, stages=4)
 
 
-def candidates(out: int, inner: int, rows: int, dtype: torch.dtype) -> list[Config]:
-    """What else may be best for a shape. No rows of 128 with three stages: they came out wrong on an H200."""
-    base = choose(out, inner, rows, dtype)
-    found = [base._replace(stages=s) for s in (3, 4)]
-    tiles = [(64, 64), (64, 128), (128, 64)] if min(out, inner) >= 64 else [(base.bm, 64), (base.bm, 128)]
-    found += [base._replace(bm=m, bn=n, warps=4, stages=s) for m, n in tiles for s in (3, 4)]
-    if out >= 128:
-        found.append(base._replace(bm=128, bn=128, warps=8, stages=4))
-        found.append(base._replace(bm=128, bn=256, warps=8, stages=3))
-    return [config for config in found if config.bm * config.bn <= 128 * 256]
+def candidates(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
+    """What else may be best. No steps of 128 rows with three stages: they came out wrong on an H200."""
+    base = choose(geo, places, dtype)
+    out, inner = geo.weight[0] // geo.groups, geo.weight[1]
+    small = [(64, 64), (64, 128), (128, 64)] if min(out, inner) >= 64 else [(base.bm, 64), (base.bm, 128)]
+    found = [base._replace(bm=m, bn=n, warps=4) for m, n in small]
+    if out > 64 and inner > 64:
+        found += [base._replace(bm=128, bn=128, warps=8, stages=s) for s in (3, 4)]
+    by_address = [config._replace(boxes=False, stages=3, bk=max(base.bk, 64)) for config in (base, *found)]
+    rows = math.prod(places)
+    return list(dict.fromkeys(found + ([] if rows < 64 or dtype == torch.float32 else by_address)))
 
 
 @lru_cache(maxsize=1024)

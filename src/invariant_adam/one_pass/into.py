@@ -64,7 +64,7 @@ class Sink:
         fused = convolutions.fused
         if fused is not None and convolutions.takes_fused(G, X, geo) and not fused.is_depthwise(geo):
             if convolutions.is_pointwise(geo):
-                return self._products(entry, *convolutions.pointwise(G, X, geo), c)
+                return self._products(entry, *convolutions.pointwise(G, X), c)
             target = self.optimizer._target(entry.param, self.kappa, self.scale)
             if target is not None:
                 fused.conv_square(G, X, geo, c, into=target)
