@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ast
 import enum
+import importlib.util
 import json
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich import box
@@ -26,8 +29,10 @@ from . import __version__
 if TYPE_CHECKING:
     from .lab.bench_one_pass import Case
     from .lab.demo import Run
+    from .lab.grid import Grid, Setup
     from .lab.plan import Plan
     from .lab.record import Rows
+    from .lab.train import Run as LabRun
     from .scaling import Hyperparameters
 
 app = typer.Typer(
@@ -37,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+Number = TypeVar("Number", int, float)
 stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, to stdout.")]
@@ -316,6 +322,162 @@ def figures(
             stdout.print(f"[bold yellow]note:[/bold yellow] {escape(remark)}", soft_wrap=True)
     for path in written:
         stderr.print(f"wrote {escape(str(path))}", soft_wrap=True)
+
+
+class LabModel(str, enum.Enum):
+    """What `reproduce` trains."""
+
+    resnet_bn = "resnet-bn"
+    resnet_ln = "resnet-ln"
+    vit = "vit"
+    gpt = "gpt"
+
+
+class LabPreset(str, enum.Enum):
+    """How much of it."""
+
+    paper = "paper"
+    short = "short"
+    smoke = "smoke"
+
+
+class LabGrid(str, enum.Enum):
+    """Which comparison, by its name in `lab.grid`."""
+
+    curves = "curves"
+    rivals = "rivals"
+    tuned = "tuned"
+    rules = "rules"
+    micro = "micro"
+    ramp = "ramp"
+    norm = "norm"
+
+
+class LabEngine(str, enum.Enum):
+    """How an update of several micro-batches gets its squares."""
+
+    auto = "auto"
+    loop = "loop"
+    one_pass = "one-pass"
+
+
+@app.command()
+def reproduce(
+    model: Annotated[LabModel, typer.Argument(help="What to train.")],
+    preset: Annotated[
+        LabPreset,
+        typer.Option(help="The paper's grid (200 epochs), a short one (10), or small models on made-up data."),
+    ] = LabPreset.short,
+    grid: Annotated[LabGrid, typer.Option(help="Which comparison; see docs/lab.md.")] = LabGrid.curves,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training set.")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Training samples to use; by default all.")] = None,
+    lrs: Annotated[str | None, typer.Option(help="Learning rates η₀ at the largest batch size, with commas.")] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Batch sizes, with commas.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, with commas.")] = None,
+    algorithms: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of invariant, standard, accumulate, micro, adama, halflife, with commas; each may name its "
+            "rule, as standard:linear."
+        ),
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="M, samples in a micro-batch.")] = None,
+    max_batch: Annotated[int | None, typer.Option(min=1, help="B_max, where η₀ and the betas hold.")] = None,
+    warmup: Annotated[str, typer.Option(help="Linear warm-ups in samples, with commas; 0 is none.")] = "0",
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once in a process; by default 4 on a GPU, 1 elsewhere.")
+    ] = None,
+    shard: Annotated[str, typer.Option(help="I/N: make the I-th of N parts, about equal in work.")] = "1/1",
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds; no run is begun that would end later."),
+    ] = None,
+    engine: Annotated[LabEngine, typer.Option(help="One pass, a loop, or whichever is faster.")] = LabEngine.auto,
+    graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Make updates CUDA graphs.")] = True,
+    device: Where = None,
+    path: Annotated[Path | None, typer.Option("--data", help="Where the dataset is; see the data command.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for all grids.")] = Path("runs"),
+    figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw the figures and the page.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid, its cost and how to run it.")] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that the dry run's commands are for.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Train a grid of algorithms, batch sizes, learning rates and seeds, as in the paper.
+
+    Every run sees the same samples, augmented alike, in the same order. Each finished run is a file: stopped and
+    started again, the command goes on, also on another machine that shares the folder. The sharpest comparisons come
+    first.
+
+    Examples: [cyan]invariant-adam reproduce resnet-bn --preset smoke[/cyan];
+    [cyan]invariant-adam reproduce vit --preset paper --dry-run[/cyan]
+    """
+    from .lab import grid as lab_grid
+    from .lab.data import DataError
+
+    where = _device(device)
+    try:
+        choice = lab_grid.Choice(
+            epochs,
+            images,
+            _numbers("--lrs", lrs, float),
+            _numbers("--batch-sizes", batch_sizes, int),
+            _numbers("--seeds", seeds, int),
+            lab_grid.read_algorithms(algorithms, grid.value) if algorithms else None,
+            micro_batch,
+            max_batch,
+            _numbers("--warmup", warmup, int) or (0,),
+        )
+        plan = lab_grid.plan(model.value, preset.value, grid.value, choice)
+        part, parts = _shard(shard)
+        mine = lab_grid.shard(plan.runs, part, parts)
+        setup = lab_grid.Setup(
+            out,
+            plan.name,
+            where,
+            lab_grid.digest(plan.model, plan.small, path),
+            plan.small,
+            path,
+            engine.value,
+            graphs,
+            lanes or (4 if where == "cuda" else 1),
+            None if budget is None else time.time() + budget,
+            _has_tensorboard(),
+        )
+    except (ValueError, DataError) as error:
+        _fail(error)
+    if dry_run:
+        _print_grid(plan, setup, gpus, as_json)
+        return
+    if not setup.tensorboard:
+        remedy = "pip install 'invariant-adam[tensorboard]'"
+        stderr.print(f"TensorBoard is not installed, so that no logs are written for it: {remedy}", markup=False)
+    lines = _Lines(stderr, mine, setup)
+    try:
+        with lines.progress:
+            lab_grid.make(mine, setup, workers, lines.tell)
+        result = lab_grid.gather(plan, setup, " ".join(["invariant-adam", *sys.argv[1:]]))
+        written = lab_grid.draw(setup) if figures and result["finished"] else []
+    except KeyboardInterrupt:
+        lab_grid.gather(plan, setup, " ".join(["invariant-adam", *sys.argv[1:]]))
+        stderr.print(f"\nStopped. {lines.done} of {len(mine)} runs are kept; the same command goes on with the rest.")
+        raise typer.Exit(130) from None
+    except (DataError, RuntimeError) as error:
+        _fail(error)
+    except OSError as error:
+        _fail(f"cannot write to --out {out}: {error}; choose another folder")
+    if as_json:
+        _print_json(result)
+    else:
+        stdout.print(
+            f"{result['finished']} of {result['runs']} runs of {plan.name} are finished; wrote "
+            f"{setup.folder / 'results.csv'} and grid.json",
+            markup=False,
+            soft_wrap=True,
+        )
+    for file in written:
+        stderr.print(f"wrote {escape(str(file))}", soft_wrap=True)
+    raise typer.Exit(1 if lines.failed else 0)
 
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed and memory on this machine.")
@@ -606,6 +768,126 @@ def _bench(
                 stdout.print(f"{row['method']}: {row['error']}", markup=False, soft_wrap=True)
         stdout.print(f"{len(rows.new)} measured, {kept} found; wrote {rows.path}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if failed else 0)
+
+
+def _numbers(option: str, text: str | None, kind: type[Number]) -> tuple[Number, ...] | None:
+    """Read numbers with commas between them; None where nothing was given."""
+    if text is None:
+        return None
+    try:
+        return tuple(kind(word) for word in text.replace(",", " ").split())
+    except ValueError:
+        words = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{option} must be {words} with commas between them, got {text!r}") from None
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not slash or not part.isdecimal() or not parts.isdecimal():
+        raise ValueError(f"--shard must be I/N with I from 1 to N, got {text!r}")
+    return int(part), int(parts)
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def _print_grid(plan: Grid, setup: Setup, gpus: int, as_json: bool) -> None:
+    """Show a grid, what is done of it, what the rest costs and how to share it out."""
+    from .lab import grid as lab_grid
+
+    known, source = lab_grid.costs(setup.out, setup.device)
+    done = sum(lab_grid.finished(run, setup) is not None for run in plan.runs)
+    seconds = [lab_grid.estimate(run, known) for run in plan.runs if lab_grid.finished(run, setup) is None]
+    total = None if None in seconds else sum(value for value in seconds if value is not None)
+    words = sys.argv[1:]
+    after = {i + 1 for i, word in enumerate(words) if word == "--gpus"}
+    kept = [word for i, word in enumerate(words) if word not in ("--dry-run", "--json", "--gpus") and i not in after]
+    commands = [
+        f"CUDA_VISIBLE_DEVICES={i} invariant-adam {shlex.join(kept)} --shard {i + 1}/{gpus} --no-figures"
+        for i in range(gpus)
+    ]
+    last = f"invariant-adam {shlex.join(kept)}"
+    if as_json:
+        runs = [{"name": run.name, **run._asdict()} for run in plan.runs]
+        cost = {"seconds": total, "from": source}
+        _print_json({"grid": plan.name, "runs": runs, "finished": done, "cost": cost, "commands": [*commands, last]})
+        return
+    stdout.print(f"[bold]{plan.name}[/bold]: {len(plan.runs)} runs of {plan.runs[0].epochs} epochs, {done} finished")
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("algorithm", "rule", "M", "B", "η₀", "warm-up", "seeds", "runs", "GPU hours"):
+        left = name in ("algorithm", "rule")
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
+    groups: dict[Any, list[LabRun]] = {}
+    for run in plan.runs:
+        groups.setdefault((run.algorithm, run.rule, run.micro_batch_size, run.warmup_samples), []).append(run)
+    for (algorithm, rule, micro, warmup), alike in sorted(groups.items()):
+        costs = [lab_grid.estimate(run, known) for run in alike]
+        table.add_row(
+            algorithm,
+            rule,
+            f"{micro}",
+            " ".join(
+                map(str, dict.fromkeys(r.ramp or r.batch_size for r in sorted(alike, key=lambda r: r.batch_size)))
+            ),
+            " ".join(f"{lr:g}" for lr in sorted({r.lr0 for r in alike})),
+            f"{warmup:,}" if warmup else "",
+            " ".join(map(str, sorted({r.seed for r in alike}))),
+            f"{len(alike)}",
+            "?" if None in costs else f"{sum(value for value in costs if value is not None) / 3600:.2f}",
+        )
+    stdout.print(table)
+    if total is None:
+        stdout.print("No cost is known: make some runs (--epochs 1) into the same --out, and ask again.")
+    else:
+        stdout.print(
+            f"What is left costs about {total / 3600:.2f} GPU hours ({total / 3600 / gpus:.2f} on {gpus} GPUs), by "
+            f"{source}."
+        )
+    stdout.print(f"\nOn {gpus} GPUs, with --out in a folder that all of them see:")
+    for command in [*commands, f"{last}  # when all have ended: gathers and draws"]:
+        stdout.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+class _Lines:
+    """Draw a grid's progress: one bar over all backward passes, one line per finished run."""
+
+    def __init__(self, console: Console, runs: list[LabRun], setup: Setup) -> None:
+        from .lab import grid as lab_grid
+
+        self.work = lab_grid.work
+        self.total, self.done, self.failed = len(runs), 0, 0
+        left = [run for run in runs if lab_grid.finished(run, setup) is None]
+        self.done = len(runs) - len(left)
+        self.progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f} %"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=True,
+        )
+        if self.done:
+            console.print(f"{self.done} of {self.total} runs are kept from before")
+        self.task = self.progress.add_task("training", total=sum(self.work(run) * run.epochs for run in left))
+
+    def tell(self, kind: str, run: LabRun | None, what: Any) -> None:
+        show = self.progress.console.print
+        if run is None:
+            self.failed += 1
+            show(f"a worker failed: {what}", markup=False, soft_wrap=True)
+        elif kind == "epoch":
+            self.progress.update(self.task, advance=self.work(run), description=run.name)
+        elif kind == "done":
+            self.done += 1
+            numbers = f"training loss {what['train_loss']:.4f}, test accuracy {100 * what['test_accuracy']:.1f} %"
+            show(f"[{self.done}/{self.total}] {run.name}: {numbers}", markup=False, soft_wrap=True)
+        elif kind == "skipped":
+            show(f"{run.name} is left for another time: {what}", markup=False, soft_wrap=True)
+        else:
+            self.failed += 1
+            show(f"{run.name} failed: {what}", markup=False, soft_wrap=True)
 
 
 class _Bars:

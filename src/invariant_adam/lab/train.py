@@ -20,6 +20,7 @@ there an update is one CUDA graph.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import OrderedDict, deque
@@ -430,36 +431,37 @@ class Epoch:
         self.totals.zero_()
 
 
-class Captured:
-    """A callable that runs as it is twice and from its third call on as a CUDA graph of itself."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work, self.calls = work, 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        """Do the work once."""
-        self.calls += 1
-        if self.calls <= 2:
-            self.work()
-            return
-        if self.graph is None:
-            stream = torch.cuda.current_stream()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.work()
-        self.graph.replay()
+FIRST = 3  # updates that `_captured` makes
 
 
-def _captured(update: Update) -> Callable[[], Any]:
-    """Return the update as a CUDA graph where there are any."""
-    inner = update.optimizer.inner
-    if update.source.device.type != "cuda":
-        return update
+def _captured(update: Update, prepare: Callable[[int], None], start: int) -> Callable[[], Any]:
+    """Return the update as a CUDA graph, with the first three made: two as they are, one by the graph.
+
+    Args:
+        update: what is captured.
+        prepare: called before each of the three with the sample it begins with, to set what the host has to.
+        start: the sample that the first begins with.
+    """
+    inner, made = update.optimizer.inner, itertools.count(start, update.batch)
+
+    def work() -> None:
+        prepare(next(made))
+        update()
+
     if isinstance(inner, ia.InvariantAdam):
-        capture = getattr(ia, "capture", None)
-        return cast(Callable[[], Any], capture(inner, update)) if capture is not None else update
-    return Captured(update)
+        return cast(Callable[[], Any], cast(Any, ia).capture(inner, work))
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):  # a graph is captured on a stream of its own, as are these
+        work()
+        work()
+    here.wait_stream(aside)
+    prepare(next(made))  # launches, where it sets a rate on the device: not a part of the graph
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update()
+    graph.replay()
+    return graph.replay
 
 
 # ---------------------------------------------------------------- the run
@@ -506,6 +508,10 @@ def train(
     running: deque[Any] = deque()
     update: Callable[[], Any] | None = None
 
+    def prepare(start: int) -> None:  # an update that begins with this sample
+        stop = start + optimizer.batch
+        optimizer.set_lr(mean_factor(warmup, start, stop) if warmup is not None else 1.0)
+
     def read(wait: bool = False) -> None:
         nonlocal clock
         while waiting and (wait or waiting[0][0] is None or waiting[0][0].query()):
@@ -521,15 +527,15 @@ def train(
             on_epoch(rows[-1])
 
     for number in range(run.epochs):
-        batch = run.batch_at(number)
+        batch, made = run.batch_at(number), 0
+        epoch_data.begin(number)
         if update is None or batch != optimizer.batch:
             optimizer.resize(batch)
-            plain = Update(run, model, optimizer, source, epoch_data, engine)
-            update = _captured(plain) if graphs else plain
-        epoch_data.begin(number)
-        for i in range(take // batch):
-            start = number * take + i * batch
-            optimizer.set_lr(mean_factor(warmup, start, start + batch) if warmup is not None else 1.0)
+            plain = update = Update(run, model, optimizer, source, epoch_data, engine)
+            if gpu and graphs and take // batch >= FIRST and hasattr(ia, "capture"):
+                update, made = _captured(plain, prepare, number * take), FIRST
+        for i in range(made, take // batch):
+            prepare(number * take + i * batch)
             update()
             read()
             if gpu:

@@ -1,0 +1,523 @@
+"""Grids of runs: which, in which order, on which machine; each finished run is a file, all of them one results.csv.
+
+| grid | question | what is compared |
+|---|---|---|
+| curves | does the trajectory depend on the batch size? (the paper's figures) | invariant and standard Adam |
+| rivals | what else is tried against it? | standard Adam with η ∝ B, AdamA's accumulation, a constant half-life of v |
+| tuned | (a) is it as good at the best learning rate? | the same at finer learning rates, for M, 4M and 16M |
+| rules | (b) linear or exponential? | both rules |
+| micro | (c) what does M do? | M, 4M and 16M at two batch sizes |
+| ramp | (d) is a batch that grows in mid-run the same run? | a ramp beside both its batch sizes |
+| norm | (e) how much of the spread is batch norm's? | standard Adam with batch norm over B and over M samples |
+
+Presets: "paper" is the paper's grid, "short" 10 epochs of fewer settings, "smoke" small models on made-up data. A grid
+goes on where it was stopped, and takes over runs that another grid in the same folder has made.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib
+import io
+import json
+import math
+import multiprocessing
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import data, record, timing, train
+from .train import TASKS, Row, Run
+
+COLUMNS = (
+    "model", "algorithm", "rule", "batch_size", "micro_batch_size", "max_batch_size", "lr0", "seed", "warmup_samples",
+    "ramp", "epoch", "samples", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds",
+)  # fmt: skip
+PRESETS = ("paper", "short", "smoke")
+PAIR = (("invariant", "linear"), ("standard", "square_root"))
+GRIDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "curves": PAIR,
+    "rivals": (*PAIR, ("standard", "linear"), ("adama", "square_root"), ("halflife", "none")),
+    "tuned": PAIR,
+    "rules": (("invariant", "linear"), ("invariant", "exponential")),
+    "micro": (("invariant", "linear"), ("standard", "square_root")),
+    "ramp": PAIR,
+    "norm": (*PAIR, ("accumulate", "square_root")),
+}
+SECONDS = Path(__file__).with_name("seconds.json")  # measured seconds per epoch, for estimates
+
+
+class Choice(NamedTuple):
+    """What the user may choose of a grid; None: as the preset has it."""
+
+    epochs: int | None = None
+    samples: int | None = None
+    lrs: tuple[float, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+    algorithms: tuple[tuple[str, str], ...] | None = None
+    micro_batch_size: int | None = None
+    max_batch_size: int | None = None
+    warmup_samples: tuple[int, ...] = (0,)
+
+
+class Grid(NamedTuple):
+    """The runs of a grid, the sharpest comparisons first."""
+
+    name: str
+    model: str
+    grid: str
+    preset: str
+    runs: list[Run]
+
+    @property
+    def small(self) -> bool:
+        """Whether its models are small and its data made up."""
+        return self.preset == "smoke"
+
+
+def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = None) -> Grid:
+    """Return the runs of a grid.
+
+    >>> found = plan("vit", "short")
+    >>> len(found.runs), found.runs[0].name
+    (18, 'vit-invariant-linear-B400-lr0.0001-s0')
+    """
+    for what, value, names in (("model", model, TASKS), ("preset", preset, PRESETS), ("grid", grid, GRIDS)):
+        if value not in names:
+            raise ValueError(f"{what} must be one of {', '.join(names)}, got {value!r}")
+    choice = choice or Choice()
+    task, small = TASKS[model], preset == "smoke"
+    M = choice.micro_batch_size or (5 if small else task.micro_batch_size)
+    sizes = task.batch_sizes if preset == "paper" else (5, 10, 20) if small else task.batch_sizes[::2]
+    if preset == "short" and sizes[-1] != task.batch_sizes[-1]:
+        sizes = (*sizes, task.batch_sizes[-1])
+    sizes = tuple(sorted(set(choice.batch_sizes or sizes)))
+    largest = choice.max_batch_size or (20 if small else task.batch_sizes[-1])
+    lrs = {"paper": (1e-6, 1e-5, 1e-4, 1e-3), "short": (1e-5, 1e-4, 1e-3), "smoke": (1e-3, 1e-2)}[preset]
+    if grid == "tuned" and not small:
+        lrs = tuple(float(f"{a}e{b}") for b in (-5, -4, -3) for a in (1, 3))
+    lrs = choice.lrs or lrs
+    seeds = choice.seeds or (tuple(range(3)) if preset == "paper" else (0,))
+    common: dict[str, Any] = {
+        "max_batch_size": largest,
+        "epochs": choice.epochs or {"paper": 200, "short": 10, "smoke": 2}[preset],
+        "samples": choice.samples or 0,
+        "small": small,
+    }
+    runs: dict[Run, None] = {}
+    for warmup in choice.warmup_samples:
+        for algorithm, rule in choice.algorithms or GRIDS[grid]:
+            for micro in _micro_batch_sizes(grid, algorithm, M, largest):
+                for batch, ramp in _batch_sizes(grid, algorithm, sizes, micro, micro == M):
+                    for lr in lrs:
+                        for seed in seeds:
+                            run = Run(
+                                model, algorithm, rule, batch, micro, lr0=lr, seed=seed, warmup_samples=warmup,
+                                ramp=ramp, **common,
+                            )  # fmt: skip
+                            runs[train.check(run)] = None
+    name = f"{model}-{grid}-{preset}"
+    for letter, number in (("e", choice.epochs), ("n", choice.samples)):
+        name += f"-{letter}{number}" if number else ""
+    return Grid(name, model, grid, preset, sorted(runs, key=_sharpness))
+
+
+def read_algorithms(text: str, grid: str) -> tuple[tuple[str, str], ...]:
+    """Read algorithms with commas between them, each with its rule after a colon, or that of the grid, or its first.
+
+    >>> read_algorithms("invariant,standard:linear", "curves")
+    (('invariant', 'linear'), ('standard', 'linear'))
+    """
+    found = []
+    for word in text.replace(",", " ").split():
+        name, _, rule = word.partition(":")
+        if name not in train.RULES:
+            raise ValueError(f"--algorithms must be some of {', '.join(train.RULES)}, got {name!r}")
+        found.append((name, rule or dict(reversed(GRIDS[grid])).get(name, train.RULES[name][0])))
+    return tuple(found)
+
+
+def _micro_batch_sizes(grid: str, algorithm: str, M: int, largest: int) -> list[int]:
+    if grid in ("tuned", "micro") and algorithm == "invariant":
+        return [M * k for k in (1, 4, 16) if largest % (M * k) == 0]
+    return [M]
+
+
+def _batch_sizes(grid: str, algorithm: str, sizes: tuple[int, ...], micro: int, all_of: bool) -> list[tuple[int, str]]:
+    """Return the batch sizes of an algorithm in a grid, each with its ramp: all, or those that are multiples of M."""
+    if algorithm == "micro":
+        return [(micro, "")]
+    fitting = [size for size in sizes if all_of or size % micro == 0]
+    if grid == "micro":
+        fitting = [size for size in fitting if size in (sizes[-1], sizes[len(sizes) // 2])]
+    if grid == "ramp":
+        first, last = fitting[0], fitting[-1]
+        return [(first, ""), (last, ""), (first, f"{first}-{last}")]
+    return [(size, "") for size in fitting]
+
+
+def _sharpness(run: Run) -> tuple[Any, ...]:
+    """Where a run comes in its grid: seeds one by one; η₀ near 1e-4 first; then the batch sizes farthest apart."""
+    far = -abs(math.log(run.batch_size / math.sqrt(run.max_batch_size * run.micro_batch_size)))
+    far = min(far, -math.log(2)) if run.ramp else far
+    return (
+        run.seed,
+        abs(round(math.log10(run.lr0) + 4, 3)),
+        run.lr0,
+        run.warmup_samples,
+        round(far, 6),
+        -run.batch_size,
+        train.ALGORITHMS.index(run.algorithm),
+        run.rule,
+        run.micro_batch_size,
+    )
+
+
+def work(run: Run) -> float:
+    """Return the backward passes of an epoch, what its time goes with: the unit of progress and of sharing out."""
+    samples = run.samples or (50_000 if TASKS[run.model].dataset == "cifar10" else 4_000)
+    loops = run.algorithm in ("invariant", "adama", "accumulate") and not TASKS[run.model].one_pass
+    each = run.micro_batch_size if loops else math.prod(run.batch_sizes) ** (1 / len(run.batch_sizes))
+    return samples / each + samples / 200  # the second: what a sample costs at any batch size
+
+
+def shard(runs: list[Run], part: int, parts: int) -> list[Run]:
+    """Return the runs of one of several machines, about equal in work, in their order.
+
+    Args:
+        runs: all.
+        part: from 1.
+        parts: machines.
+    """
+    if not 1 <= part <= parts:
+        raise ValueError(f"--shard must be I/N with I from 1 to N, got {part}/{parts}")
+    loads = [0.0] * parts
+    mine = set()
+    for run in sorted(runs, key=lambda run: -work(run) * run.epochs):
+        least = loads.index(min(loads))
+        loads[least] += work(run) * run.epochs
+        if least == part - 1:
+            mine.add(run)
+    return [run for run in runs if run in mine]
+
+
+# ---------------------------------------------------------------- files
+
+
+class Setup(NamedTuple):
+    """How a grid is run: what does not change its numbers, but the device and the data."""
+
+    out: Path
+    grid: str  # its name
+    device: str
+    digest: str  # of the dataset
+    small: bool = False
+    path: Path | None = None  # of the dataset
+    engine: str = "auto"
+    graphs: bool = True
+    lanes: int = 1
+    deadline: float | None = None  # as `time.time` has it: no run begins that would end later
+    tensorboard: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the grid's files are."""
+        return self.out / self.grid
+
+
+def run_id(run: Run, setup: Setup) -> str:
+    """Return the name of a run's file: readable, and with a hash of all that its numbers depend on."""
+    depends = {**run._asdict(), "dataset": setup.digest, "device": setup.device}
+    return f"{run.name}-{hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:10]}"
+
+
+def digest(model: str, small: bool, path: Path | None) -> str:
+    """Return the SHA-256 of a model's dataset without loading it where it is known."""
+    if small:
+        return "made-up"
+    if TASKS[model].dataset == "cifar10":
+        return data.CIFAR10_DIGEST
+    return data.SHAKESPEARE_DIGEST if path is None else data.tinyshakespeare(path)[0].digest()
+
+
+def finished(run: Run, setup: Setup) -> dict[str, Any] | None:
+    """Return what the file of a finished run holds, in this grid or another one of the same folder, or None."""
+    name = f"{run_id(run, setup)}.json"
+    places = [setup.folder / name, *sorted(path for path in setup.out.glob(f"*/{name}"))]
+    for path in places:
+        found = record.read_json(path)
+        if isinstance(found, dict) and len(found.get("rows", ())) == run.epochs:
+            if path != places[0]:
+                record.write_json(places[0], found)
+            return found
+    return None
+
+
+def _store(run: Run, rows: list[Row], setup: Setup) -> None:
+    device = torch.device(setup.device)
+    clean = [{key: value if math.isfinite(value) else None for key, value in row.items()} for row in rows]
+    record.write_json(
+        setup.folder / f"{run_id(run, setup)}.json",
+        {
+            "run": run._asdict(),
+            "rows": clean,
+            "dataset": setup.digest,
+            "engine": setup.engine,
+            "lanes": setup.lanes,
+            "device_type": setup.device,
+            "graphs": setup.graphs and device.type == "cuda",
+            "code": record.source_digest(),
+            **record.environment(device),
+            "date": record.provenance()["date"],
+        },
+    )
+
+
+def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
+    """Write results.csv and grid.json from the finished runs of a grid; return what grid.json holds."""
+    done = {run: found for run in grid.runs if (found := finished(run, setup)) is not None}
+    lines: list[list[Any]] = []
+    for run, found in done.items():
+        for row in found["rows"]:
+            numbers = {key: math.nan if value is None else value for key, value in row.items()}
+            settings = {**run._asdict(), "samples": row["samples"]}
+            lines.append([{**settings, **numbers}[column] for column in COLUMNS])
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    lines.sort(key=lambda line: [f"{cell:>24}" for cell in line[:11]])
+    writer.writerows(lines)
+    record.write(setup.folder / "results.csv", buffer.getvalue())
+    devices = sorted({found["device"] for found in done.values()})
+    result = {
+        "command": command,
+        "grid": grid.grid,
+        "model": grid.model,
+        "preset": grid.preset,
+        "runs": len(grid.runs),
+        "finished": len(done),
+        "missing": [run.name for run in grid.runs if run not in done],
+        "epochs": grid.runs[0].epochs,
+        "samples": grid.runs[0].samples or "all",
+        "dataset": {"name": "made-up" if grid.small else TASKS[grid.model].dataset, "sha256": setup.digest},
+        "devices": devices,
+        "precision": "bfloat16" if setup.device == "cuda" else "float32",
+        "seconds": sum(row["seconds"] for found in done.values() for row in found["rows"]),
+        **record.provenance(),
+    }
+    record.write_json(setup.folder / "grid.json", result)
+    return result
+
+
+# ---------------------------------------------------------------- cost
+
+
+Costs = dict[tuple[str, str, int], float]  # (model, algorithm, batch size) -> seconds per sample, of the whole device
+
+
+def costs(out: Path, device: str) -> tuple[Costs, str]:
+    """Return measured costs and where they are from: the runs of a folder, else those that ship with the lab."""
+    measured: dict[tuple[str, str, int], list[float]] = {}
+    for path in sorted(out.glob("*/*-lr*.json")):
+        found = record.read_json(path)
+        if not isinstance(found, dict) or found.get("device_type") != device or not found.get("rows"):
+            continue
+        run = Run(**found["run"])
+        if not run.small and not run.ramp:
+            key = (run.model, run.algorithm, run.batch_size)
+            measured.setdefault(key, []).append(cost(found["rows"], found["lanes"]))
+    if measured:
+        return {key: sorted(values)[len(values) // 2] for key, values in measured.items()}, f"the runs in {out}"
+    shipped = record.read_json(SECONDS) or {"rows": []}
+    found_costs = {(row["model"], row["algorithm"], row["batch_size"]): row["seconds"] for row in shipped["rows"]}
+    return found_costs, f"runs on {shipped['device']}" if found_costs else ""
+
+
+def cost(rows: list[Row], lanes: int) -> float:
+    """Return the seconds per sample of a finished run, by its median epoch; runs at once share the time."""
+    return sorted(row["seconds"] for row in rows)[len(rows) // 2] / rows[0]["samples"] / lanes
+
+
+def ship(out: Path, device: str) -> Path:
+    """Keep the costs of a folder's runs with the lab, for the estimates of others."""
+    known, _ = costs(out, device)
+    names = ("model", "algorithm", "batch_size", "seconds")
+    rows = [dict(zip(names, (*key, float(f"{value:.4g}")), strict=True)) for key, value in sorted(known.items())]
+    return record.write_json(SECONDS, {**record.environment(torch.device(device)), "rows": rows})
+
+
+def estimate(run: Run, known: Costs) -> float | None:
+    """Return the device seconds of a run by what was measured at the nearest batch size, or None."""
+    near = [key for key in known if key[:2] == (run.model, run.algorithm)]
+    if not near:
+        return None
+    key = min(near, key=lambda key: abs(math.log(key[2] / run.batch_size)))
+    samples = run.samples or (50_000 if TASKS[run.model].dataset == "cifar10" else 3_900)
+    dearer = work(run) / work(run._replace(batch_size=key[2], ramp=""))
+    return known[key] * dearer * samples * run.epochs
+
+
+# ---------------------------------------------------------------- work
+
+
+Tell = Callable[[str, Run, Any], None]  # ("epoch" | "done" | "skipped" | "error" | "note", run, row or text)
+
+
+def made_up(model: str) -> data.Images | data.Text:
+    """Return data for a model that needs no download."""
+    if TASKS[model].dataset == "cifar10":
+        return data.synthetic(120, 60)
+    words = ["batch", "size", "of", "one", "and", "then", "another", "moment"]
+    return data.encode(" ".join(words[(i * i + i // 3) % 8] for i in range(1_500)))
+
+
+def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
+    """Make runs in this process, several at once, and write each when it is finished."""
+    device = torch.device(setup.device)
+    sources: dict[str, train.Source] = {}
+    known, _ = costs(setup.out, setup.device)
+    writers = _Logs(setup)
+
+    def works() -> Iterator[tuple[Run, Any]]:
+        for run in runs:
+            if setup.deadline is not None:
+                needed = (estimate(run, known) or 0.0) * setup.lanes
+                if time.time() + needed > setup.deadline:
+                    tell("skipped", run, f"it would need about {needed:.0f} s")
+                    continue
+            if run.model not in sources:
+                found = made_up(run.model) if setup.small else None
+                if found is None and setup.path is not None:
+                    read = data.cifar10 if TASKS[run.model].dataset == "cifar10" else data.tinyshakespeare
+                    found = read(setup.path)[0]
+                sources[run.model] = train.load(run.model, device, small=setup.small, found=found)
+            log = writers.open(run)
+
+            def on_epoch(row: Row, run: Run = run, log: Callable[[Row], None] = log) -> None:
+                log(row)
+                tell("epoch", run, row)
+
+            yield (
+                run,
+                train.train(run, sources[run.model], engine=setup.engine, graphs=setup.graphs, on_epoch=on_epoch),
+            )
+
+    with timing.fast_math() if device.type == "cuda" else nullcontext():
+        for run, outcome in train.lanes(works(), setup.lanes, device):
+            writers.close(run)
+            if isinstance(outcome, Exception):
+                tell("error", run, f"{type(outcome).__name__}: {outcome}")
+                continue
+            _store(run, outcome, setup)
+            known[run.model, run.algorithm, run.batch_size] = cost(outcome, setup.lanes)
+            tell("done", run, outcome[-1])
+
+
+class _Logs:
+    """TensorBoard's files of the runs under way, where it is installed and asked for."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.writers = setup, dict[Run, Any]()
+
+    def open(self, run: Run) -> Callable[[Row], None]:
+        if not self.setup.tensorboard:
+            return lambda row: None
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self.setup.folder / "tensorboard" / run_id(run, self.setup)
+        writer = self.writers[run] = SummaryWriter(str(folder))
+
+        def log(row: Row) -> None:
+            for key, value in row.items():
+                if key not in ("epoch", "samples"):
+                    writer.add_scalar(key, value, int(row["samples"]))
+
+        return log
+
+    def close(self, run: Run) -> None:
+        writer = self.writers.pop(run, None)
+        if writer is not None:
+            writer.close()
+
+
+def make(runs: list[Run], setup: Setup, workers: int, tell: Tell) -> None:
+    """Make the runs that are not finished, in this process or in several.
+
+    Args:
+        runs: in the order in which they are begun.
+        setup: how.
+        workers: processes; each makes `setup.lanes` runs at once.
+        tell: hears of epochs and ends, in this process.
+    """
+    todo = [run for run in runs if finished(run, setup) is None]
+    if workers <= 1 or len(todo) <= 1:
+        threads = torch.get_num_threads()
+        if setup.small:
+            torch.set_num_threads(1)  # layers this small lose more to the hand-over between threads than they gain
+        try:
+            serve(setup, todo, tell)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    tasks, messages = context.Queue(), context.Queue()
+    count = min(workers, len(todo))
+    for run in [*todo, *[None] * count]:
+        tasks.put(run)
+    threads = 1 if setup.small else max(1, torch.get_num_threads() // count)
+    processes = [
+        context.Process(target=_worker, args=(setup, threads, tasks, messages), daemon=True) for _ in range(count)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        alive = count
+        while alive:
+            try:
+                kind, run, what = messages.get(timeout=1.0)
+            except queue.Empty:
+                if not any(process.is_alive() for process in processes):
+                    raise RuntimeError(
+                        f"{alive} worker processes ended without a word, exit codes "
+                        f"{[process.exitcode for process in processes]}; finished runs are kept"
+                    ) from None
+                continue
+            if kind == "end":
+                alive -= 1
+            else:
+                tell(kind, run, what)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.join(timeout=5.0 if alive == 0 else 0.0)
+            if process.is_alive():
+                process.terminate()
+
+
+def _worker(setup: Setup, threads: int, tasks: Any, messages: Any) -> None:
+    torch.set_num_threads(threads)
+    try:
+        serve(setup, iter(tasks.get, None), lambda kind, run, what: messages.put((kind, run, what)))
+    except Exception as error:
+        messages.put(("error", None, f"{type(error).__name__}: {error}"))
+    finally:
+        messages.put(("end", None, None))
+        messages.close()
+        messages.join_thread()
+
+
+def draw(setup: Setup) -> list[Path]:
+    """Draw the figures and the page of a grid; return what was written."""
+    try:
+        figures, page = (importlib.import_module(f"{__package__}.{name}") for name in ("figures", "page"))
+    except ImportError:
+        return []
+    drawn: list[Path] = figures.draw(setup.folder, setup.folder / "figures")
+    return [*drawn, page.write(setup.folder, setup.folder / "report.html")]

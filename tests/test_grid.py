@@ -1,0 +1,291 @@
+import csv
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from invariant_adam.cli import app
+from invariant_adam.lab import grid, train
+from invariant_adam.lab.grid import Choice, Setup
+
+TINY = Choice(epochs=1, lrs=(1e-3,), batch_sizes=(5, 20), samples=40)
+
+
+@pytest.fixture
+def setup(tmp_path) -> Setup:
+    return Setup(tmp_path, "vit-curves-smoke-e1-n40", "cpu", "made-up", small=True)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Told(list):
+    def __call__(self, kind, run, what) -> None:
+        self.append((kind, run, what))
+
+    def of(self, kind: str) -> list:
+        return [run for k, run, _ in self if k == kind]
+
+
+# ---------------------------------------------------------------- what is run
+
+
+def test_the_papers_grid():
+    found = grid.plan("resnet-bn", "paper")
+    assert len(found.runs) == 2 * 6 * 4 * 3
+    assert {run.epochs for run in found.runs} == {200}
+    assert {run.max_batch_size for run in found.runs} == {800}
+    assert {run.micro_batch_size for run in found.runs} == {25}
+    assert {run.batch_size for run in grid.plan("vit", "paper").runs} == {25, 50, 100, 200, 400}
+    assert {run.batch_size for run in grid.plan("gpt", "short").runs} == {8, 32, 128, 256}
+    assert {run.batch_size for run in grid.plan("resnet-ln", "short").runs} == {25, 100, 400, 800}
+
+
+@pytest.mark.parametrize("name", grid.GRIDS)
+@pytest.mark.parametrize("model", train.TASKS)
+@pytest.mark.parametrize("preset", grid.PRESETS)
+def test_every_grid_is_whole(name, model, preset):
+    found = grid.plan(model, preset, name)
+    assert len(set(found.runs)) == len(found.runs) >= 4
+    assert len({run.name for run in found.runs}) == len(found.runs)
+    algorithms = {(run.algorithm, run.rule) for run in found.runs}
+    assert algorithms == set(grid.GRIDS[name])
+
+
+def test_the_sharpest_comparison_comes_first():
+    runs = grid.plan("resnet-bn", "paper").runs
+    first = [(run.lr0, run.seed, run.batch_size, run.algorithm) for run in runs[:4]]
+    assert first == [(1e-4, 0, b, a) for b in (800, 25) for a in ("invariant", "standard")]
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    assert list(dict.fromkeys(run.lr0 for run in runs)) == [1e-4, 1e-5, 1e-3, 1e-6]
+
+
+def test_questions_have_their_runs():
+    tuned = grid.plan("resnet-bn", "short", "tuned").runs
+    assert {run.micro_batch_size for run in tuned if run.algorithm == "invariant"} == {25, 100, 400}
+    assert {run.micro_batch_size for run in tuned if run.algorithm == "standard"} == {25}
+    ramp = grid.plan("resnet-bn", "short", "ramp").runs
+    assert {(run.batch_size, run.ramp) for run in ramp} == {(25, ""), (800, ""), (25, "25-800")}
+    assert {run.algorithm for run in grid.plan("resnet-bn", "short", "norm").runs} >= {"accumulate"}
+
+
+def test_the_user_has_the_last_word():
+    choice = Choice(3, 2_000, (1e-2,), (50,), (7,), (("adama", "linear"),), 50, 400, (0, 500))
+    found = grid.plan("resnet-ln", "short", "curves", choice)
+    assert found.name == "resnet-ln-curves-short-e3-n2000"
+    assert [run.warmup_samples for run in found.runs] == [0, 500]
+    run = found.runs[0]
+    assert run == train.Run("resnet-ln", "adama", "linear", 50, 50, 400, 1e-2, 7, 3, 2_000)
+    with pytest.raises(ValueError, match="must divide"):
+        grid.plan("resnet-ln", "short", "curves", Choice(batch_sizes=(75,)))
+    with pytest.raises(ValueError, match="some of"):
+        grid.read_algorithms("sgd", "curves")
+    assert grid.read_algorithms("standard", "rivals") == (("standard", "square_root"),)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_shards_are_a_partition_of_about_equal_work(parts):
+    runs = grid.plan("resnet-bn", "paper").runs
+    shares = [grid.shard(runs, i + 1, parts) for i in range(parts)]
+    assert sorted(run.name for share in shares for run in share) == sorted(run.name for run in runs)
+    loads = [sum(grid.work(run) for run in share) for share in shares]
+    assert max(loads) < 1.1 * min(loads)
+    for share in shares:
+        assert share == [run for run in runs if run in set(share)]
+    with pytest.raises(ValueError, match="I from 1 to N"):
+        grid.shard(runs, 0, parts)
+
+
+# ---------------------------------------------------------------- running
+
+
+def test_a_stopped_grid_goes_on(setup):
+    found = grid.plan("vit", "smoke", choice=TINY)
+    told = Told()
+
+    def stop(kind, run, what):
+        told(kind, run, what)
+        if len(told.of("done")) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        grid.make(found.runs, setup, 1, stop)
+    kept = {path.name: path.read_bytes() for path in setup.folder.glob("*.json")}
+    assert len(kept) == 2
+    again = Told()
+    grid.make(found.runs, setup, 1, again)
+    assert len(again.of("done")) == 2
+    assert {path.name for path in setup.folder.glob("*.json")} > set(kept)
+    assert all((setup.folder / name).read_bytes() == content for name, content in kept.items())
+    assert not list(setup.folder.glob(".*"))
+    result = grid.gather(found, setup, "a command")
+    assert result["finished"] == result["runs"] == 4
+    assert result["missing"] == []
+    rows = rows_of(setup.folder)
+    assert list(rows[0]) == list(grid.COLUMNS)
+    assert len(rows) == 4
+    assert {row["samples"] for row in rows} == {"40"}
+    assert all(float(row["train_loss"]) > 0 for row in rows)
+    saved = json.loads((setup.folder / "grid.json").read_text())
+    assert saved["dataset"] == {"name": "made-up", "sha256": "made-up"}
+    assert saved["preset"] == "smoke"
+
+
+def test_half_a_file_is_not_a_run(setup):
+    run = grid.plan("vit", "smoke", choice=TINY).runs[0]
+    path = setup.folder / f"{grid.run_id(run, setup)}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"rows": [')
+    assert grid.finished(run, setup) is None
+    path.write_text('{"rows": []}')
+    assert grid.finished(run, setup) is None
+
+
+def test_a_run_of_another_grid_is_taken_over(setup):
+    found = grid.plan("vit", "smoke", choice=TINY)
+    grid.make(found.runs[:1], setup, 1, Told())
+    other = setup._replace(grid="vit-rivals-smoke-e1-n40")
+    assert grid.finished(found.runs[0], other) is not None
+    assert len(list(other.folder.glob("*.json"))) == 1
+    assert grid.finished(found.runs[0], setup._replace(digest="other data")) is None
+    assert grid.finished(found.runs[0]._replace(epochs=2), setup) is None
+
+
+def test_processes_make_what_one_makes(setup):
+    found = grid.plan("vit", "smoke", choice=TINY)
+    told = Told()
+    grid.make(found.runs, setup, 2, told)
+    assert len(told.of("done")) == 4
+    grid.gather(found, setup, "")
+    several = {(row["algorithm"], row["batch_size"]): float(row["train_loss"]) for row in rows_of(setup.folder)}
+    alone = setup._replace(out=setup.out / "alone", lanes=2)
+    grid.make(found.runs, alone, 1, Told())
+    grid.gather(found, alone, "")
+    one = {(row["algorithm"], row["batch_size"]): float(row["train_loss"]) for row in rows_of(alone.folder)}
+    assert one == pytest.approx(several, rel=1e-6)
+
+
+def test_a_budget_that_is_spent_begins_nothing(setup):
+    found = grid.plan("vit", "smoke", choice=TINY)
+    told = Told()
+    grid.make(found.runs, setup._replace(deadline=time.time() - 1), 1, told)
+    assert len(told.of("skipped")) == 4
+    assert told.of("done") == []
+    assert grid.gather(found, setup, "")["finished"] == 0
+    assert rows_of(setup.folder) == []
+
+
+def test_a_failed_run_is_told_and_the_others_go_on(setup):
+    found = grid.plan("vit", "smoke", choice=TINY)
+    bad = found.runs[0]._replace(samples=3)
+    told = Told()
+    grid.make([bad, *found.runs[1:2]], setup, 1, told)
+    assert told.of("error") == [bad]
+    assert len(told.of("done")) == 1
+
+
+def test_a_run_that_diverged_is_kept_and_says_nan(setup):
+    found = grid.plan("vit", "smoke", choice=TINY)
+    row = dict.fromkeys(("train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"), 1.0)
+    for run in found.runs:
+        grid._store(run, [{**row, "epoch": 1, "samples": 40, "train_loss": math.nan}], setup)
+    content = next(setup.folder.glob("*.json")).read_text()
+    assert json.loads(content, parse_constant=pytest.fail)["rows"][0]["train_loss"] is None
+    grid.gather(found, setup, "")
+    assert {row["train_loss"] for row in rows_of(setup.folder)} == {"nan"}
+
+
+def test_tensorboard_logs_are_written(setup):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = grid.plan("vit", "smoke", choice=TINY).runs[0]
+    grid.make([run], setup._replace(tensorboard=True), 1, Told())
+    found = events.EventAccumulator(str(setup.folder / "tensorboard" / grid.run_id(run, setup)))
+    found.Reload()
+    (scalar,) = found.Scalars("train_loss")
+    stored = grid.finished(run, setup)
+    assert stored is not None
+    assert scalar.step == 40
+    assert scalar.value == pytest.approx(stored["rows"][0]["train_loss"])
+
+
+# ---------------------------------------------------------------- cost
+
+
+def test_costs_come_from_finished_runs(tmp_path):
+    setup = Setup(tmp_path, "a-grid", "cpu", "some data", lanes=2)
+    run = train.Run("resnet-bn", "standard", "square_root", 100, 25, 800, 1e-4, 0, 2, samples=8_000)
+    row = {"train_loss": 1.0, "lr": 1.0, "epoch": 1, "samples": 8_000, "seconds": 16.0}
+    grid._store(run, [row, {**row, "epoch": 2, "samples": 16_000}], setup)
+    known, source = grid.costs(tmp_path, "cpu")
+    assert known == {("resnet-bn", "standard", 100): 0.001}
+    assert str(tmp_path) in source
+    assert grid.estimate(run, known) == pytest.approx(16.0)
+    assert grid.estimate(run._replace(samples=0, epochs=1), known) == pytest.approx(50.0)
+    assert grid.estimate(run._replace(batch_size=25), known) > 16.0
+    assert grid.estimate(run._replace(algorithm="invariant"), known) is None
+    assert grid.costs(tmp_path, "cuda")[0].get(("resnet-bn", "standard", 100)) != 0.001
+
+
+# ---------------------------------------------------------------- the command
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, ["reproduce", *words])
+
+
+def test_the_command_makes_a_grid(tmp_path):
+    words = ["vit", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path), "--epochs", "1", "--images", "40"]
+    words += ["--lrs", "1e-3", "--batch-sizes", "5,20", "--algorithms", "invariant", "--warmup", "0,20"]
+    found = invoke(*words, "--json")
+    assert found.exit_code == 0, found.output
+    result = json.loads(found.stdout)
+    assert result["finished"] == 4
+    rows = rows_of(tmp_path / "vit-curves-smoke-e1-n40")
+    assert {row["warmup_samples"] for row in rows} == {"0", "20"}
+    again = invoke(*words, "--no-figures")
+    assert again.exit_code == 0
+    assert "4 of 4 runs" in again.stdout
+    assert "kept from before" in again.stderr
+
+
+def test_the_dry_run_shows_the_grid_its_cost_and_the_commands(tmp_path):
+    words = ["resnet-bn", "--preset", "paper", "--dry-run", "--gpus", "2", "--out", str(tmp_path)]
+    shown = invoke(*words)
+    assert shown.exit_code == 0, shown.output
+    assert "144 runs of 200 epochs, 0 finished" in shown.stdout
+    assert "--shard 2/2" in shown.stdout
+    assert list(tmp_path.iterdir()) == []
+    found = json.loads(invoke(*words, "--json").stdout)
+    assert len(found["runs"]) == 144
+    assert len(found["commands"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["vit", "--batch-sizes", "a,b"], "whole numbers"),
+        (["vit", "--batch-sizes", "30"], "must divide"),
+        (["vit", "--shard", "3/2"], "I from 1 to N"),
+        (["vit", "--shard", "two"], "I/N"),
+        (["vit", "--algorithms", "sgd"], "some of"),
+        (["vit", "--lrs", "0"], "lr0 must be"),
+    ],
+)
+def test_the_command_refuses_by_name(words, message):
+    found = invoke(*words)
+    assert found.exit_code == 2
+    assert message in " ".join(found.stderr.split())
+
+
+@pytest.mark.gpu
+def test_a_grid_on_a_gpu(tmp_path):
+    words = ["resnet-bn", "--preset", "smoke", "--device", "cuda", "--out", str(tmp_path), "--no-figures"]
+    found = invoke(*words)
+    assert found.exit_code == 0, found.output
+    assert torch.cuda.is_available()
