@@ -40,7 +40,8 @@ from .results import (
 INK, FAINT, GRID = "#1d2330", "#6b7285", "#e4e6ec"
 # Okabe and Ito's colours, which the colour-blind tell apart, the pale ones last; and a purple.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b3a8e")
-ALGORITHMS = dict(zip(("invariant", "standard", "adama", "halflife"), COLOURS, strict=False)) | {"micro": INK}
+_DRAWN = ("invariant", "standard", "adama", "halflife", "accumulate")
+ALGORITHMS = dict(zip(_DRAWN, COLOURS, strict=False)) | {"micro": INK}
 ACROSS = 4  # panels side by side; more go below
 VARIANTS = (("-", "o"), ("--", "s"), (":", "D"), ("-.", "v"), ((0, (5, 1, 1, 1, 1, 1)), "P"))
 STYLE: Any = {

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib
 import io
 import json
 import math
@@ -32,13 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import data, record, timing, train
+from . import data, figures, page, record, timing, train
+from .results import COLUMNS
 from .train import TASKS, Row, Run
 
-COLUMNS = (
-    "model", "algorithm", "rule", "batch_size", "micro_batch_size", "max_batch_size", "lr0", "seed", "warmup_samples",
-    "ramp", "epoch", "samples", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds",
-)  # fmt: skip
 PRESETS = ("paper", "short", "smoke")
 PAIR = (("invariant", "linear"), ("standard", "square_root"))
 GRIDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -515,9 +511,5 @@ def _worker(setup: Setup, threads: int, tasks: Any, messages: Any) -> None:
 
 def draw(setup: Setup) -> list[Path]:
     """Draw the figures and the page of a grid; return what was written."""
-    try:
-        figures, page = (importlib.import_module(f"{__package__}.{name}") for name in ("figures", "page"))
-    except ImportError:
-        return []
-    drawn: list[Path] = figures.draw(setup.folder, setup.folder / "figures")
-    return [*drawn, page.write(setup.folder, setup.folder / "report.html")]
+    out = setup.folder / "figures"
+    return [*figures.draw(setup.folder, out), page.write(setup.folder, out / "report.html")]

@@ -31,6 +31,7 @@ COLUMNS = (*SETTINGS, *PER_EPOCH)
 NAMES = {
     "invariant": "Invariant Adam",
     "standard": "Standard Adam",
+    "accumulate": "Standard Adam, accumulated",
     "micro": "Micro Adam",
     "adama": "AdamA",
     "halflife": "Adam, half-lives in samples",

@@ -449,7 +449,7 @@ def _captured(update: Update, prepare: Callable[[int], None], start: int) -> Cal
         update()
 
     if isinstance(inner, ia.InvariantAdam):
-        return cast(Callable[[], Any], cast(Any, ia).capture(inner, work))
+        return ia.capture(inner, work)
     here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(here)
     with torch.cuda.stream(aside):  # a graph is captured on a stream of its own, as are these
@@ -532,7 +532,7 @@ def train(
         if update is None or batch != optimizer.batch:
             optimizer.resize(batch)
             plain = update = Update(run, model, optimizer, source, epoch_data, engine)
-            if gpu and graphs and take // batch >= FIRST and hasattr(ia, "capture"):
+            if gpu and graphs and take // batch >= FIRST:
                 update, made = _captured(plain, prepare, number * take), FIRST
         for i in range(made, take // batch):
             prepare(number * take + i * batch)
