@@ -108,7 +108,13 @@ def same_on_all_ranks(tensors: Any) -> bool:
 
 
 def replicated(
-    updates: Any, ddp: bool = False, expect: bool = False, last: bool = False, bucket: int = 200, **options: Any
+    updates: Any,
+    ddp: bool = False,
+    expect: bool = False,
+    last: bool = False,
+    bucket: int = 200,
+    prepare: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     model = Net(torch.float64)
     with torch.no_grad():
@@ -116,12 +122,12 @@ def replicated(
             p.add_(dist.get_rank())  # prepare must give every rank the weights of the first
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
     opt = ia.InvariantAdam(model.parameters(), **(OPTIONS | options))
-    ia.distributed.prepare(wrapped, opt)
-    opt._ranks.bucket_bytes = bucket
+    ia.distributed.prepare(wrapped, opt, **(prepare or {}))
+    opt._ranks.bucket_bytes, opt._ranks.kinds = bucket, {}
     train(wrapped, opt, updates, dist.get_rank(), expect, last)
     twin, judge = alone(updates, torch.float64, expect, **options)
     found = differences(model, opt, twin, judge)
-    same = same_on_all_ranks([*model.parameters(), *(s["exp_avg_sq"] for s in opt.state.values())])
+    same = same_on_all_ranks([*model.parameters(), *(full(s["exp_avg_sq"]) for s in opt.state.values())])
     return found | {"same": same, "gradients": sum(p.grad is not None for p in model.parameters())}
 
 

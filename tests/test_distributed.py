@@ -53,3 +53,9 @@ def test_hsdp_equals_one_process(pool):
     check(answers, CLOSE)
     whole = pool.run("fully_sharded", 1, updates=spread(1, 1))[0]["local"]
     assert max(found["local"] for found in answers) < 0.7 * whole
+
+
+@pytest.mark.parametrize("fold", ["backward", "call"])
+@pytest.mark.parametrize("updates", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_sharded_state_equals_one_process(pool, updates, fold):
+    check(pool.run("replicated", 2, updates=updates, prepare={"shard_state": True}, fold=fold))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import folding
+from .ranks import whole
 
 
 class NoiseScale(NamedTuple):
@@ -59,8 +60,9 @@ def noise_scale(optimizer: Any) -> NoiseScale:
                 "noise_scale() needs the first moment to average at least two micro-batches, which cannot be at "
                 "beta1 = 0 with one micro-batch per update; make more of them, or raise beta1"
             )
-        v_sum = state["exp_avg_sq"].sum().item() / y**2
-        m_square = (torch.linalg.vector_norm(state["exp_avg"]).item() / x) ** 2
+        m, v = (whole(state[key]) for key in ("exp_avg", "exp_avg_sq"))
+        v_sum = v.sum().item() / y**2
+        m_square = (torch.linalg.vector_norm(m).item() / x) ** 2
         part = (v_sum - m_square) / (1 - left)  # trΣ/M
         noise += part
         signal += v_sum - part

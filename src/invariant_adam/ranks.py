@@ -244,9 +244,15 @@ def _nonfinite(optimizer: InvariantAdam) -> int:
 
 
 def placed(value: Tensor, like: Tensor) -> Tensor:
-    """Place a whole tensor as the DTensor `like` is, or gather one where `like` is whole."""
+    """Place a whole tensor as the DTensor `like` is; others are as they should be."""
     if hasattr(like, "device_mesh") and not hasattr(value, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
         value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements)  # type: ignore[attr-defined]
     return value
+
+
+def whole(t: Tensor) -> Tensor:
+    """The whole of a tensor that may be in pieces; then all ranks must ask for it together."""
+    gathered: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return gathered

@@ -20,12 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import hooks
 from ..ranks import Team
+from .wire import reduce_scatter, scatter_sum_narrow
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
-
-# torch 2.13 has another name for it, and warns of the old one.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Squares:
@@ -33,10 +31,12 @@ class Squares:
 
     Args:
         group: FSDP2's own object for parameters that travel together.
+        dtype: what squares travel in; None for float32.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, dtype: torch.dtype | None) -> None:
         self.group = group
+        self.dtype = dtype
         self.mean: Tensor | None = None  # this rank's piece of mean_r g_r², in the layout of the gradients
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -54,12 +54,17 @@ class Squares:
             )
         # Squared in float32, whatever the gradients travel in.
         squares = input_tensor.float().square_() if input_tensor.dtype != torch.float32 else input_tensor.square()
-        mean = torch.empty_like(output_tensor, dtype=torch.float32)
         reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-        reduce_scatter(mean, squares, op=op, group=group)
+        if self.dtype is None:
+            self.mean = torch.empty_like(output_tensor, dtype=torch.float32)
+            reduce_scatter(self.mean, squares, op=op, group=group)
+        else:
+            rows = squares.to(self.dtype).view(group.size(), -1)
+            self.mean = scatter_sum_narrow(rows, torch.float32, group)()
+            if op == dist.ReduceOp.AVG:
+                self.mean.div_(group.size())
         if op == dist.ReduceOp.SUM:
-            mean.div_(self._ranks)
-        self.mean = mean
+            self.mean.div_(self._ranks)
 
     def all_reduce(self, _: Tensor) -> None:
         """Average over the replicas of HSDP, as it has just averaged the gradients."""
@@ -88,12 +93,13 @@ class FullySharded(Team):
     Args:
         model: a module that `fully_shard` has been called on, and on whichever of its own modules.
         optimizer: the one of its parameters.
+        squares_dtype: what squares travel in between shards; None for float32.
     """
 
     even = True  # FSDP2's own collectives ask for it
     takes_kernels = False
 
-    def __init__(self, model: nn.Module, optimizer: InvariantAdam) -> None:
+    def __init__(self, model: nn.Module, optimizer: InvariantAdam, squares_dtype: torch.dtype | None = None) -> None:
         found = list(_groups(model))
         info = found[0].mesh_info
         super().__init__(
@@ -109,7 +115,7 @@ class FullySharded(Team):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 for group in _groups_of(module):
-                    squares = Squares(group)
+                    squares = Squares(group, squares_dtype)
                     module.set_custom_reduce_scatter(squares)  # type: ignore[arg-type] # only typed as a class
                     if hasattr(group.mesh_info, "replicate_process_group"):
                         module.set_all_reduce_hook(squares.all_reduce)

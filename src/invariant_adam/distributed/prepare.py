@@ -26,6 +26,8 @@ def prepare(
     *,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
+    shard_state: bool = False,
+    squares_dtype: torch.dtype | None = None,
 ) -> None:
     """Make the updates of `optimizer` those of all ranks; call it once, on every rank, before the first backward.
 
@@ -41,6 +43,10 @@ def prepare(
         optimizer: built on the parameters the model has now, after `fully_shard` or `parallelize_module`.
         process_group: the ranks that see different data. By default the optimizer's own, DDP's, or all.
         device_mesh: the same as a mesh of one dimension.
+        shard_state: hold the moments of a plain module or of DDP in pieces, one per rank (ZeRO-1): 2P/W numbers on each
+            instead of 2P. Gradients then travel in each backward, not once per update.
+        squares_dtype: torch.bfloat16 to send squares in half the bytes, where squares are sent: with `shard_state` and
+            under FSDP2. They are added up in float32 all the same.
     """
     import torch.distributed as dist
 
@@ -54,6 +60,11 @@ def prepare(
             f"distributed.prepare() in the middle of an update: {optimizer.kappa:g} micro-batches are folded; call it "
             "before the first backward"
         )
+    if squares_dtype not in (None, torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"squares_dtype must be None, torch.float32 or torch.bfloat16, got {squares_dtype}: squares span twice the "
+            "exponents of gradients, and float16 has too few"
+        )
     _check_held(model, optimizer)
     optimizer._bind()
     if _is_fully_sharded(model):
@@ -63,9 +74,17 @@ def prepare(
             raise ValueError(
                 "process_group and device_mesh are fully_shard's own for a model that it shards; leave them out"
             )
-        optimizer._ranks = FullySharded(model, optimizer)
+        if shard_state:
+            raise ValueError("shard_state=True is for whole weights; under fully_shard the moments are sharded already")
+        optimizer._ranks = FullySharded(model, optimizer, squares_dtype)
         return
     from .replicated import Replicated, silence
+
+    if squares_dtype is not None and not shard_state:
+        raise ValueError(
+            f"squares_dtype={squares_dtype} needs shard_state=True or FSDP2: replicas send v itself, which would stop "
+            "moving in so few bits"
+        )
 
     group = _group(model, optimizer, process_group, device_mesh)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -74,7 +93,15 @@ def prepare(
         _copy_first(model, group)
     if group is not None:
         _check_alike(optimizer, group)
-    optimizer._ranks = Replicated(group)
+    if not shard_state:
+        optimizer._ranks = Replicated(group)
+        return
+    from .sharded_state import ShardedState
+
+    if group is None or any(hasattr(p, "device_mesh") for p in optimizer._params()):
+        raise ValueError("shard_state=True is for plain parameters; tensor-parallel ones have their moments in pieces")
+    optimizer._ranks = ShardedState(group, squares_dtype)
+    optimizer._ranks.open(optimizer)  # a checkpoint may be loaded before the first backward: into pieces
 
 
 @contextmanager
