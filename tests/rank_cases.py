@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import invariant_adam as ia
@@ -55,13 +55,20 @@ def train(
     expect: bool = False,
     last: bool = False,
     skips: bool = True,
+    one_pass: bool = False,
 ) -> None:
     """Train on updates of micro-batches by rank: updates[t][rank] are indices; those divisible by 3 skip a layer."""
     dtype = next(model.parameters()).dtype
     for update in updates:
         if expect:
             opt.expect(sum(map(len, update)))
-        for i, index in enumerate(update[rank]):
+        if one_pass and update[rank]:
+            x = torch.cat([micro_batch(index, dtype) for index in update[rank]])
+            with ia.one_pass(model, micro_batch_size=4, check=not isinstance(model, FSDPModule)):
+                loss(model, x).backward()
+            if opt._fold_in == "call":
+                opt.fold()
+        for i, index in enumerate([] if one_pass else update[rank]):
             final = last and i == len(update[rank]) - 1
             with ia.distributed.last_backward(opt) if final else contextlib.nullcontext():
                 loss(model, micro_batch(index, dtype), skips and index % 3 == 0).backward()
@@ -114,6 +121,7 @@ def replicated(
     last: bool = False,
     bucket: int = 200,
     prepare: Any = None,
+    one_pass: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     model = Net(torch.float64)
@@ -124,8 +132,8 @@ def replicated(
     opt = ia.InvariantAdam(model.parameters(), **(OPTIONS | options))
     ia.distributed.prepare(wrapped, opt, **(prepare or {}))
     opt._ranks.bucket_bytes, opt._ranks.kinds = bucket, {}
-    train(wrapped, opt, updates, dist.get_rank(), expect, last)
-    twin, judge = alone(updates, torch.float64, expect, **options)
+    train(wrapped, opt, updates, dist.get_rank(), expect, last, not one_pass, one_pass)
+    twin, judge = alone(updates, torch.float64, expect, not one_pass, **options)
     found = differences(model, opt, twin, judge)
     same = same_on_all_ranks([*model.parameters(), *(full(s["exp_avg_sq"]) for s in opt.state.values())])
     return found | {"same": same, "gradients": sum(p.grad is not None for p in model.parameters())}
@@ -141,14 +149,16 @@ def sharded_model(mesh: Any, **policy: Any) -> nn.Module:
     return model
 
 
-def fully_sharded(updates: Any, mesh: Any = None, expect: bool = False, policy: Any = None, **options: Any) -> Any:
+def fully_sharded(
+    updates: Any, mesh: Any = None, policy: Any = None, one_pass: bool = False, prepare: Any = None, **options: Any
+) -> Any:
     mesh = mesh or (dist.get_world_size(),)
     mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")[-len(mesh) :])
     model = sharded_model(mesh, **(policy or {}))
     opt = ia.InvariantAdam(model.parameters(), **(OPTIONS | options))
-    ia.distributed.prepare(model, opt)
-    train(model, opt, updates, dist.get_rank(), expect, skips=False)
-    twin, judge = alone(updates, torch.float32, expect, skips=False, **options)
+    ia.distributed.prepare(model, opt, **(prepare or {}))
+    train(model, opt, updates, dist.get_rank(), skips=False, one_pass=one_pass)
+    twin, judge = alone(updates, torch.float32, skips=False, **options)
     sizes = {"local": sum(opt.state[p]["exp_avg"].to_local().numel() for p in model.parameters())}
     return (
         differences(model, opt, twin, judge)

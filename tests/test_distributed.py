@@ -59,3 +59,16 @@ def test_hsdp_equals_one_process(pool):
 @pytest.mark.parametrize("updates", [EVEN, UNEVEN], ids=["even", "uneven"])
 def test_sharded_state_equals_one_process(pool, updates, fold):
     check(pool.run("replicated", 2, updates=updates, prepare={"shard_state": True}, fold=fold))
+
+
+@pytest.mark.parametrize("fold", ["backward", "call"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_pass_under_fsdp_equals_one_process(pool, world, fold):
+    for each in (1, 3):
+        check(pool.run("fully_sharded", world, updates=spread(world, each), fold=fold, one_pass=True), CLOSE)
+
+
+@pytest.mark.parametrize("how", [{}, {"ddp": True}, {"prepare": {"shard_state": True}}], ids=["plain", "ddp", "zero"])
+def test_one_pass_of_replicas_equals_one_process(pool, how):
+    for updates in (EVEN, UNEVEN):
+        check(pool.run("replicated", 2, updates=updates, one_pass=True, **how))

@@ -11,6 +11,7 @@ which the optimizer folds into its piece of the moments as it folds the pair of 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .. import hooks
-from ..ranks import Team
+from ..one_pass import pair
+from ..one_pass.dispatch import State
+from ..one_pass.groups import UnsupportedUse
+from ..one_pass.handles import Entry
+from ..ranks import ONES, Team
 from .wire import reduce_scatter, scatter_sum_narrow
 
 if TYPE_CHECKING:
@@ -52,8 +57,7 @@ class Squares:
                 "FSDP2 divides the gradients by a factor of the user's (set_gradient_divide_factor), which squares "
                 "cannot follow; leave it out, and tell InvariantAdam what the loss was divided by (loss_divisor)"
             )
-        # Squared in float32, whatever the gradients travel in.
-        squares = input_tensor.float().square_() if input_tensor.dtype != torch.float32 else input_tensor.square()
+        squares = self._local(input_tensor)
         reduce_scatter(output_tensor, input_tensor, op=op, group=group)
         if self.dtype is None:
             self.mean = torch.empty_like(output_tensor, dtype=torch.float32)
@@ -65,6 +69,56 @@ class Squares:
                 self.mean.div_(group.size())
         if op == dist.ReduceOp.SUM:
             self.mean.div_(self._ranks)
+
+    def _local(self, grads: Tensor) -> Tensor:
+        """This rank's squares, in the layout of its gradients: to each rank its rows of one parameter after another."""
+        entries = self._entries()
+        if entries is None:  # in float32, whatever the gradients travel in
+            return grads.float().square_() if grads.dtype != torch.float32 else grads.square()
+        ranks = self.group.mesh_info.shard_mesh_size
+        rows = torch.zeros(ranks, grads.numel() // ranks, device=grads.device)
+        start = 0
+        for fp, entry in entries:
+            flat = self._square(fp, entry).reshape(-1)
+            size = -(-fp._orig_size[0] // ranks) * (flat.numel() // fp._orig_size[0])
+            whole, rest = divmod(flat.numel(), size)
+            rows[:whole, start : start + size] = flat[: whole * size].view(whole, size)
+            if rest:
+                rows[whole, start : start + rest] = flat[whole * size :]
+            start += size
+        if start != rows.shape[1]:
+            names = ", ".join(fp._module_info.param_name for fp in self.group.fsdp_params)
+            raise UnsupportedUse(
+                f"one_pass: among {names} there are gradients without squares, or squares without gradients; loop over "
+                "micro-batches, or check the plain model to see which"
+            )
+        return rows.view(-1)
+
+    def _entries(self) -> list[tuple[Any, Entry]] | None:
+        """Parameters whose squares one_pass has; None where it is not open, or the mini-batch is one micro-batch."""
+        engine = State.engine
+        if engine is None or engine.single:
+            return None
+        found = [
+            (fp, getattr(getattr(fp, "_unsharded_param", None), "one_pass_entry", None))
+            for fp in self.group.fsdp_params
+        ]
+        return [(fp, entry) for fp, entry in found if entry is not None and entry.companion.grad is not None]
+
+    def _square(self, fp: Any, entry: Entry) -> Tensor:
+        if fp.fsdp_placement.dim != 0:
+            raise UnsupportedUse(
+                f"{entry.name} is sharded along dimension {fp.fsdp_placement.dim}; one_pass needs Shard(0)"
+            )
+        if (entry.arrived or entry.fired) > 1 or entry.done:
+            raise UnsupportedUse(
+                f"{entry.name} is used more than once, and was squared in parts, without their cross terms; have the "
+                "model checked before fully_shard, by one backward in one_pass on the plain model"
+            )
+        square, entry.companion.grad = entry.companion.grad, None
+        entry.done = True
+        assert square is not None
+        return square
 
     def all_reduce(self, _: Tensor) -> None:
         """Average over the replicas of HSDP, as it has just averaged the gradients."""
@@ -80,9 +134,12 @@ class Squares:
         info = self.group.mesh_info
         return int(info.shard_mesh_size * getattr(info, "replicate_mesh_size", 1))
 
-    def take(self, grad: Tensor) -> Tensor:
+    def take(self, grad: Tensor, fp: Any) -> Tensor:
         """This rank's piece of the mean square that belongs to its piece of a gradient."""
         if self.mean is None:  # one rank: FSDP2 does not call us
+            entry = next((entry for other, entry in self._entries() or [] if other is fp), None)
+            if entry is not None:
+                return self._square(fp, entry)
             return grad.float().square_() if grad.dtype != torch.float32 else grad.square()
         return self.mean.as_strided(grad.shape, grad.stride(), grad.storage_offset())
 
@@ -171,9 +228,15 @@ class FullySharded(Team):
                 "a second backward came before the gradients of the first were folded; call opt.fold() after each"
             )
         squares, sharded = self.squares[p]
-        p.grad_sq = sharded.to_sharded_dtensor(squares.take(p.grad._local_tensor))  # type: ignore[attr-defined]
-        optimizer = self.optimizer()
-        p.grad_kappa = self.size * (optimizer._weight if optimizer is not None else 1.0)  # type: ignore[attr-defined]
+        square = sharded.to_sharded_dtensor(squares.take(p.grad._local_tensor, sharded))  # type: ignore[attr-defined]
+        optimizer, engine = self.optimizer(), State.engine
+        kappa = 1.0 if optimizer is None else optimizer._weight
+        if engine is not None and pair.is_armed(sharded._unsharded_param):
+            scale = ONES if engine.single else engine.groups.scale(engine.reduction)
+            kappa = engine.groups.batch / engine.micro
+            square.made_with = p.grad._version, scale, False
+        p.grad_sq = square  # type: ignore[attr-defined]
+        p.grad_kappa = self.size * kappa  # type: ignore[attr-defined]
 
     def count(self, optimizer: InvariantAdam, p: Tensor) -> float:  # noqa: D102 - as Team has it
         return super().count(optimizer, p) / self.size  # every rank has counted them all
@@ -184,6 +247,20 @@ _NO_SYNC = (
     "set_requires_all_reduce(False) their sums; leave them on. Gradients are reduced in each backward, and no "
     "accumulator is kept"
 )
+
+
+def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that forward and backward use, by name: plain ones, which FSDP2 fills before it uses them."""
+    found: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            groups = _groups_of(module)
+            if any(not hasattr(fp, "_unsharded_param") for group in groups for fp in group.fsdp_params):
+                module.unshard()
+                module.reshard()
+            found |= {fp.sharded_param: fp._unsharded_param for group in groups for fp in group.fsdp_params}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        yield name, found[p]
 
 
 def _insist(module: Any) -> None:

@@ -207,3 +207,4 @@ def silence(model: nn.parallel.DistributedDataParallel) -> None:
         module.require_backward_grad_sync = False  # type: ignore[assignment]
 
     model.register_forward_pre_hook(no_sync)
+    model.one_pass_may = True  # type: ignore[assignment] # look inside

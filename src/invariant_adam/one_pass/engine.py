@@ -59,12 +59,15 @@ class Engine:
         self.probe: Probe | None = None
         self.uses: dict[str, int] = {}
         self.into = False  # whether a sink takes pairs now: a check's own backwards leave theirs
+        self.sharded = False  # by FSDP2, which reduces gradients and squares itself: see `distributed.fsdp`
         self.tickets: dict[torch.device, list[Tensor]] = {}
 
     def refresh(self, model: nn.Module) -> list[Entry]:
         """The entries of the parameters that are trainable now."""
         seen: dict[int, Entry] = {}
-        for name, p in model.named_parameters(remove_duplicate=False):
+        known = {entry.name: entry for entry in self.entries.values()}
+        self.sharded = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+        for name, p in _parameters(model, self.sharded):
             if not p.requires_grad:
                 continue
             key = id(p)
@@ -75,6 +78,8 @@ class Engine:
             fits = entry is not None and entry.param is p and entry.companion.device == p.device
             if entry is None or not fits or entry.companion.dtype != wide(p.dtype):
                 entry = Entry(name.removeprefix("_orig_mod."), p)
+                # What a check found out before fully_shard replaced the parameters holds for the new ones.
+                entry.tied = self.sharded and entry.name in known and known[entry.name].tied
             seen[key] = entry
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
             self.entries = seen
@@ -420,9 +425,16 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if engine.single:
             return
         engine.into = False
-        if self.check:
+        if self.check and engine.sharded:
+            if not engine.compilable:
+                raise UnsupportedUse(
+                    "the check runs the model many times, which ranks of FSDP2 could only do in step; have it made "
+                    "before fully_shard, by one backward in one_pass on the plain model, or pass check=False"
+                )
+        elif self.check:
             verify(engine, module, args, kwargs, additive=self.weights is None)
             engine.outside = False  # the check has run forwards of its own
+        if self.check:
             for entry in self.armed:
                 entry.shared = None
                 if entry.tied:
@@ -523,6 +535,14 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         pair.put(p, grad, square, groups.batch / self.micro, scale)
 
 
+def _parameters(model: nn.Module, sharded: bool) -> Iterable[tuple[str, Tensor]]:
+    if not sharded:
+        return model.named_parameters(remove_duplicate=False)
+    from ..distributed.fsdp import unsharded_parameters
+
+    return unsharded_parameters(model)
+
+
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
     sizes = [t.shape[axis] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis]
     found = set(sizes) - {1} or set(sizes)
@@ -536,10 +556,10 @@ def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
 
 def _refuse_modules(model: nn.Module, entries: list[Entry]) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
+        if isinstance(module, nn.parallel.DistributedDataParallel) and not hasattr(module, "one_pass_may"):
             raise UnsupportedUse(
                 "the model is wrapped in DistributedDataParallel, which reduces gradients but not their squares; "
-                "pass the model inside (model.module) and train in one process"
+                "call invariant_adam.distributed.prepare(model, opt) first"
             )
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise UnsupportedUse(
