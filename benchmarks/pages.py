@@ -203,20 +203,40 @@ PAGES = {
 }
 
 
-def fill(page, text):
-    for name, rows in PAGES[page].items():
-        block = f"<!-- {name} -->\n" + "\n".join(rows()) + f"\n<!-- /{name} -->"
+LAB, LAB_PAGE = "benchmarks/results/lab", "docs/results.md"  # the page comes with the first results
+
+
+def lab_pages(root=ROOT):
+    """The page of the lab's results, once there are any."""
+    if not any((root / LAB).glob("*/results.csv")):
+        return {}
+    import lab_page
+
+    return {LAB_PAGE: lab_page.blocks(root, root / LAB)}
+
+
+def fill(blocks, text, page):
+    for name, rows in blocks.items():
+        lines = list(rows())
+        block = "\n".join([f"<!-- {name} -->", *lines, f"<!-- /{name} -->"])
         text, count = re.subn(rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, b=block: b, text, flags=re.DOTALL)
         assert count == 1, f"{page} has {count} blocks named {name}"
     return text
 
 
+def before(root, page):
+    if page == LAB_PAGE and not (root / page).exists():
+        import lab_page
+
+        return lab_page.TEMPLATE
+    return (root / page).read_text(encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for page in PAGES:
-        path = ROOT / page
-        before = path.read_text(encoding="utf-8")
-        after = fill(page, before)
+    for page, blocks in (PAGES | lab_pages()).items():
+        old = before(ROOT, page)
+        new = fill(blocks, old, page)
         if "--check" not in sys.argv[1:]:
-            path.write_text(after, encoding="utf-8")
-        elif before != after:
+            (ROOT / page).write_text(new, encoding="utf-8")
+        elif old != new:
             sys.exit(f"{page} differs from the results: run python {sys.argv[0]}")

@@ -3,6 +3,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from lab_results import FULL, PAIR, rows, write
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -41,3 +44,54 @@ def test_the_claims_of_the_one_pass_page_hold_in_the_results():
         assert ours["exact"]
         assert ours["ratio"] <= limit * min(rivals), (ours["net"], ours["M"])
         assert ours["peak_mb"] <= 1.3 * plain["peak_mb"] + 16, (ours["net"], ours["M"])
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pages
+
+    return pages
+
+
+def filled(pages, root):
+    """What `benchmarks/pages.py` makes of the page of the lab's results."""
+    ((page, blocks),) = pages.lab_pages(root).items()
+    return pages.fill(blocks, pages.before(root, page), page)
+
+
+def headings(text):
+    return [line[3:] for line in text.splitlines() if line.startswith("## ")]
+
+
+def test_the_page_of_the_results_comes_with_the_first_results(pages, tmp_path):
+    assert pages.lab_pages(tmp_path) == {}
+    short = {"sizes": (25, 100, 400), "rates": (1e-5, 1e-4), "epochs": 3}
+    write(tmp_path / pages.LAB / "resnet-ln", rows("resnet-ln", **short), command="invariant-adam reproduce resnet-ln")
+    text = filled(pages, tmp_path)
+    assert "`invariant-adam reproduce resnet-ln`" in text
+    # No heading of an experiment that was not made.
+    assert headings(text) == ["The trajectories", "Where it breaks", "Seconds per epoch"]
+    figure = tmp_path / "docs" / "figures" / "lab" / "resnet-ln-curves.png"
+    figure.parent.mkdir(parents=True)
+    figure.touch()
+    assert "](figures/lab/resnet-ln-curves.png)" in filled(pages, tmp_path)
+
+
+def test_the_page_of_the_results_keeps_what_was_written_by_hand(pages, tmp_path):
+    short = {"sizes": (25, 100, 400), "rates": (1e-5, 1e-4, 1e-3), "epochs": 3}
+    found = rows(algorithms=(*FULL, ("accumulate", "square_root")), ramps=("25-400",), **short)
+    found += rows(warmups=(50_000,), **short)
+    found += rows(algorithms=PAIR[:1], micro=100, **short | {"sizes": (100, 400)})
+    write(tmp_path / pages.LAB / "all", found)
+    text = filled(pages, tmp_path)
+    assert [heading[:3] for heading in headings(text) if heading.startswith("(")] == ["(a)", "(b)", "(c)", "(d)", "(e)"]
+    path = tmp_path / pages.LAB_PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace("<!-- rules -->", "By hand.\n\n<!-- rules -->"), encoding="utf-8")
+    for row in found:
+        row["train_loss"] *= 1 + row["batch_size"] / 1e4
+    write(tmp_path / pages.LAB / "all", found)
+    again = filled(pages, tmp_path)
+    assert "By hand.\n\n<!-- rules -->" in again
+    assert again != path.read_text(encoding="utf-8")  # and --check would say so

@@ -75,7 +75,7 @@ def test_the_page_asks_for_nothing_and_holds_proper_json(path):
     outside = re.sub(r"http://www\.w3\.org/2000/svg", "", text)  # the name of a namespace, not an address
     assert not re.search(r"https?:|@import|<link|<img|<iframe|\bfetch\(|XMLHttpRequest|\bimport\(", outside)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
-    assert data["models"] == ["resnet-ln", EVIL]
+    assert data["models"] == ["ResNet-18, layer norm", EVIL]
     assert len(data["runs"]) == 2 * (2 * 3 * 2) + 2 * 2 + 2 * 2
     assert {run["diverged"] for run in data["runs"]} == {None, 3}
 

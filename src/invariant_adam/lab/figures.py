@@ -22,6 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from . import record
 from .results import (
     METRICS,
+    MODELS,
     NAMES,
     TOLERANCE,
     Results,
@@ -104,7 +105,7 @@ def curves_figure(results: Results, model: str, columns: Sequence[Series], metri
             dress(ax, log=metric.endswith("loss"))
         _epochs(axes[-1])
     look.legend(figure)
-    _headline(figure, f"{model}: {'mean over seeds' if look.seeds > 1 else 'one seed'}")
+    _headline(figure, model, f"{'mean over seeds' if look.seeds > 1 else 'one seed'}")
     return figure
 
 
@@ -141,7 +142,7 @@ def spread_figure(results: Results) -> Figure:
         ax.axhline(TOLERANCE, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         ax.set_xscale("log")
         dress(ax, log=True)
-        ax.set_title(model, loc="left", fontweight="bold")
+        ax.set_title(MODELS.get(model, model), loc="left", fontweight="bold")
         ax.set_xlabel("learning rate η₀")
         ax.margins(x=0.12)
     axes[0].annotate(
@@ -178,7 +179,7 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
         _batch_sizes(above, look.sizes)
         _batch_sizes(below, look.sizes)
     look.legend(figure, sizes=False)
-    _headline(figure, f"{model}: " + (f"after {samples:,.0f} samples" if samples > 0 else "no samples in common"))
+    _headline(figure, model, "" + (f"after {samples:,.0f} samples" if samples > 0 else "no samples in common"))
     return figure
 
 
@@ -209,7 +210,7 @@ def best_figure(results: Results, model: str, columns: Sequence[Series]) -> Figu
     )
     _legend(figure, [handles])
     samples = fixed_samples(run for run in results.runs if run.model == model and not run.ramp)
-    _headline(figure, f"{model}: best learning rate at each batch size, after {samples:,.0f} samples")
+    _headline(figure, model, f"best learning rate at each batch size, after {samples:,.0f} samples")
     return figure
 
 
@@ -245,7 +246,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
         _epochs(below)
     more = [Line2D([], [], color=INK, linewidth=1.8, linestyle=dashes.get(n, "-"), label=f"ramp {n}") for n in names]
     look.legend(figure, more=more)
-    _headline(figure, f"{model}: batch size ramped (dashed) and constant")
+    _headline(figure, model, "batch size ramped (dashed) and constant")
     return figure
 
 
@@ -410,8 +411,8 @@ def _wrap(label: str) -> str:
     return "\n".join(textwrap.wrap(label, 32))
 
 
-def _headline(figure: Figure, text: str) -> None:
-    figure.suptitle(text, x=0.01, ha="left", fontsize=12, color=FAINT)
+def _headline(figure: Figure, model: str, text: str) -> None:
+    figure.suptitle(f"{MODELS.get(model, model)}: {text}", x=0.01, ha="left", fontsize=12, color=FAINT)
 
 
 def _power(value: float) -> str:

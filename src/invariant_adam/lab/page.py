@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import record
-from .results import METRICS, PER_EPOCH, Results, load, ranges, rate, remarks, spreads
+from .results import METRICS, MODELS, PER_EPOCH, Results, load, ranges, rate, remarks, spreads
 
 HERE = Path(__file__).parent
 
@@ -60,7 +61,7 @@ def report(results: Results) -> str:
     listed = [f"<h3>{html.escape(name)}</h3>\n{definitions(grid)}" for name, grid in results.grids.items() if grid]
     said = [f"<li>{html.escape(remark)}</li>" for remark in remarks(results)]
     body = BODY.format(
-        models=html.escape(", ".join(results.models)),
+        models=html.escape("; ".join(MODELS.get(model, model) for model in results.models)),
         runs=f"{len(results.runs):,}",
         table=_spreads(results),
         ranges=_ranges(results),
@@ -88,7 +89,15 @@ def _spreads(results: Results) -> str:
         )
         sizes = ", ".join(map(str, s.batch_sizes))
         numbers = (_say(s.value), _say(row.ratio), sizes, str(s.epochs), str(len(s.per_seed)))
-        rows.append((html.escape(row.model), html.escape(label), button, *numbers, html.escape("; ".join(notes))))
+        rows.append(
+            (
+                html.escape(MODELS.get(row.model, row.model)),
+                html.escape(label),
+                button,
+                *numbers,
+                html.escape("; ".join(notes)),
+            )
+        )
     head = ("model", "optimizer", "η₀", "spread", "ratio", "batch sizes", "epochs", "seeds", "remarks")
     return table(head, rows, classes={0: "text", 1: "text", 8: "notes"}, name="spreads")
 
@@ -96,7 +105,7 @@ def _spreads(results: Results) -> str:
 def _ranges(results: Results) -> str:
     rows = [
         (
-            html.escape(row.model),
+            html.escape(MODELS.get(row.model, row.model)),
             html.escape(results.label(row.model, row.series)),
             *("none tried" if lr0 is None else rate(lr0) for lr0 in (row.holds_up_to, row.breaks_at)),
         )
@@ -124,7 +133,7 @@ def _data(results: Results) -> dict[str, Any]:
 
     return {
         "metrics": METRICS,
-        "models": results.models,
+        "models": [MODELS.get(model, model) for model in results.models],
         "series": labels,
         "runs": [
             {
@@ -136,6 +145,7 @@ def _data(results: Results) -> dict[str, Any]:
                 "ramp": run.ramp,
                 "diverged": run.diverged,
                 **{name: [number(value) for value in run.columns[name]] for name in PER_EPOCH if name != "lr"},
+                "seconds": [number(value) for value in itertools.accumulate(run.columns["seconds"])],
             }
             for run in results.runs
         ],

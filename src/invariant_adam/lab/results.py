@@ -36,6 +36,12 @@ NAMES = {
     "adama": "AdamA",
     "halflife": "Adam, half-lives in samples",
 }
+MODELS = {
+    "resnet-bn": "ResNet-18, batch norm",
+    "resnet-ln": "ResNet-18, layer norm",
+    "vit": "ViT, QK-norm",
+    "gpt": "GPT, characters",
+}
 LAWS = {"linear": "η ∝ B", "exponential": "η ∝ B", "square_root": "η ∝ √B", "none": "η constant"}
 TOLERANCE = 0.01  # a spread of 0.01 is 1 % of the loss: beyond it invariance is said to break
 
@@ -153,7 +159,8 @@ def load(folder: Path) -> Results:
     """Read `folder`/results.csv, or that of each folder in it, with the grid.json beside it.
 
     Raises:
-        ValueError: no file, a missing column or number, a run that is there twice; it names file and line.
+        ValueError: no file, a missing column or number, a run that is there twice with different numbers, epochs of
+            different lengths; it names file and line.
     """
     files = [folder / "results.csv"] if (folder / "results.csv").exists() else sorted(folder.glob("*/results.csv"))
     if not files:
@@ -164,14 +171,21 @@ def load(folder: Path) -> Results:
     for path in files:
         for run in _read(path):
             key = (run.model, run.series, run.lr0, run.batch_size, run.seed, run.ramp)
-            if key in runs:
+            # Grids of one folder share runs: the same numbers are the same run, others are a question.
+            if key in runs and repr(run.columns) != repr(runs[key].columns):
                 raise ValueError(
-                    f"{run.source} has {run.model}, {NAMES[run.series.algorithm]}, η₀ = {rate(run.lr0)}, {run.at} twice"
-                    if run.source == runs[key].source
-                    else f"{run.source} and {runs[key].source} both have {run.model}, {NAMES[run.series.algorithm]}, "
-                    f"η₀ = {rate(run.lr0)}, {run.at}: remove one"
+                    f"{run.source} and {runs[key].source} have different numbers for {run.model}, "
+                    f"{NAMES[run.series.algorithm]}, η₀ = {rate(run.lr0)}, {run.at}; give the folder of one grid"
                 )
             runs[key] = run
+    per_epoch = {(run.model, run.columns["samples"][-1] / max(1, run.columns["epoch"][-1])) for run in runs.values()}
+    for model in {model for model, _ in per_epoch}:
+        counts = sorted(samples for name, samples in per_epoch if name == model)
+        if len(counts) > 1:
+            raise ValueError(
+                f"{folder} has runs of {model} with epochs of {' and '.join(f'{n:,.0f}' for n in counts)} samples: "
+                "they cannot be compared; give the folder of one grid"
+            )
     grids = {path.parent.resolve().name: record.read_json(path.with_name("grid.json")) or {} for path in files}
     return Results(list(runs.values()), grids)
 
@@ -192,6 +206,8 @@ def _read(path: Path) -> list[Run]:
                 runs[key] = _run(row, where, str(path))
             values = {name: _number(row, name, where, empty=math.nan) for name in PER_EPOCH}
             values |= {name: _number(row, name, where) for name in ("epoch", "samples", "train_loss")}
+            if not 0 <= values["epoch"] < math.inf or not 0 <= values["samples"] < math.inf:
+                raise ValueError(f"{where}: epoch and samples must count, got {row['epoch']!r} and {row['samples']!r}")
             columns = runs[key].columns
             if columns["epoch"] and not values["epoch"] > columns["epoch"][-1]:
                 raise ValueError(
