@@ -202,9 +202,9 @@ class Plan(NamedTuple):
     blocks: int
 
 
-def plan(x: Tensor, kappa: int) -> Plan:
-    """About eight blocks for each multiprocessor, of four tiles at least."""
-    channels = x.shape[1]
+def plan(x: Tensor, kappa: int, axis: int = 1) -> Plan:
+    """About eight blocks for each multiprocessor, of four tiles at least; the channels of x are at `axis`."""
+    channels = x.shape[axis]
     rows = x.numel() // (kappa * channels)
     bc = min(CHANNELS, triton.next_power_of_2(channels))
     columns = triton.cdiv(channels, bc)

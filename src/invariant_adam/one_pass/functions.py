@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..kernels import batch_norm
+from ..kernels import batch_norm, sums
 from ..kernels.conv_square import Geometry, conv_backward, conv_groups, conv_square
 from ..kernels.embedding_square import embedding_groups, embedding_square
 from ..kernels.gemm_square import gemm_groups, gemm_square, sum_square
@@ -71,6 +71,27 @@ def deliver_sums(groups: Groups, handle: Handle, sums: list[Tensor]) -> tuple[Te
     return deliver(groups, handle, [(t,) for t in sums], sum_square, _same)
 
 
+def deliver_rows(groups: Groups, handle: Handle, rows: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    """`deliver` for a gradient that is the sum of a group's rows, (groups, rows, *w.shape) per part."""
+    if not all(t.ndim == 3 and sums.takes_fused(t) for t in rows):
+        return deliver_sums(groups, handle, [t[:, 0] if t.shape[1] == 1 else t.sum(1) for t in rows])
+    made = [sums.row_sums(t, groups.coefficients(p)) for p, t in zip(groups.parts, rows, strict=True)]
+    return deliver_made(handle, [each for each, _ in made], added([pair for _, pair in made]))
+
+
+def deliver_places(groups: Groups, handle: Handle, images: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    """`deliver_rows` for images (groups, samples, C, *spatial), whose samples and places are the rows."""
+    last = [t.movedim(2, -1) for t in images]
+    if all(t.is_contiguous() and sums.takes_fused(t) for t in last):
+        return deliver_rows(groups, handle, [t.flatten(1, -2) for t in last])
+    return deliver_sums(groups, handle, [t.flatten(3).sum((1, 3)) for t in images])
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of one tensor per part."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
+
+
 def deliver_made(handle: Handle, each: list[Tensor], pair: Tensor) -> tuple[Tensor | None, Tensor]:
     """`deliver` for a pair (2, *w.shape) that a kernel has made, and the shares (groups, *w.shape) of each part."""
     if handle.grouped:
@@ -80,6 +101,29 @@ def deliver_made(handle: Handle, each: list[Tensor], pair: Tensor) -> tuple[Tens
         return None, into.give(handle, dW, S)
     handle.arrive()
     return dW, S
+
+
+def deliver_both(
+    hw: Handle | None,
+    hb: Handle | None,
+    each: Sequence[Tensor],
+    pairs: Sequence[Tensor],
+    shape: tuple[int, ...] = (-1,),
+) -> tuple[Any, Any, Any, Any]:
+    """The gradients of w, its tag, b and its tag, from the shares (groups, 2, C) and pairs (4, C) of each part."""
+    total = added(pairs)
+    grads: list[Any] = [None] * 4
+    for place, handle in enumerate((hw, hb)):
+        if handle is not None:
+            shares = [t[:, place].unflatten(1, shape).to(handle.square_dtype) for t in each]
+            grad, tag = deliver_made(handle, shares, total[2 * place : 2 * place + 2].unflatten(1, shape))
+            grads[2 * place : 2 * place + 2] = cast(grad, handle.value), tag
+    return grads[0], grads[1], grads[2], grads[3]
+
+
+def wanted(ctx: Any, w: int, b: int) -> tuple[Any, Any]:
+    """The handles of w and b whose tags, the inputs of these numbers, want gradients."""
+    return ctx.hw if ctx.needs_input_grad[w] else None, ctx.hb if ctx.needs_input_grad[b] else None
 
 
 class Expand(Function):
@@ -136,7 +180,7 @@ class Linear(Function):
             pairs = zip(Xs, Gs, strict=True) if ctx.flip else zip(Gs, Xs, strict=True)
             dW, S = deliver(groups, ctx.hw, pairs, gemm_square, gemm_groups)
         if ctx.hb is not None and ctx.needs_input_grad[4]:
-            db, Sb = deliver_sums(groups, ctx.hb, [G[:, 0] if G.shape[1] == 1 else G.sum(1) for G in Gs])
+            db, Sb = deliver_rows(groups, ctx.hb, Gs)
         return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 5
 
 
@@ -254,7 +298,7 @@ class Conv(Function):
             args = [(G, X, geo) for G, X in zip(Gs, groups.stack(x, 0), strict=True)]
             dW, S = deliver(groups, ctx.hw, args, conv_square, conv_groups)
         if ctx.hb is not None and ctx.needs_input_grad[4]:
-            db, Sb = deliver_sums(groups, ctx.hb, [G.flatten(3).sum((1, 3)) for G in Gs])
+            db, Sb = deliver_places(groups, ctx.hb, Gs)
         return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 4
 
 
@@ -324,12 +368,22 @@ class LayerNorm(Function):
         Sb: Any = None
         if ctx.needs_input_grad[0]:
             dx = torch.ops.aten.native_layer_norm_backward(g, x, ctx.shape, mean, rstd, w, b, [True, False, False])[0]
-        if ctx.hw is not None and ctx.needs_input_grad[2]:
+        hw, hb = wanted(ctx, 2, 4)
+        if hw is None and hb is None:
+            return (dx,) + (None,) * 10
+        Gs, Xs = ([t.flatten(2) for t in groups.split(y, ctx.axis, event)] for y in (g, x))
+        if all(sums.takes_fused(t) for t in (*Gs, *Xs)):
+            means, rstds = ([t.flatten(1) for t in groups.split(y, ctx.axis, event)] for y in (mean, rstd))
+            rows = zip(groups.parts, Gs, Xs, means, rstds, strict=True)
+            made = [sums.norm_sums(G, X, mu, r, groups.coefficients(p)) for p, G, X, mu, r in rows]
+            dW, S, db, Sb = deliver_both(hw, hb, [each for each, _ in made], [pairs for _, pairs in made], ctx.shape)
+            return (dx, dW, S, db, Sb) + (None,) * 6
+        if hw is not None:
             t = g * ((x - mean) * rstd)
-            dW, S = deliver_sums(groups, ctx.hw, [p.sum(1) for p in groups.split(t, ctx.axis, event)])
+            dW, S = deliver_sums(groups, hw, [p.sum(1) for p in groups.split(t, ctx.axis, event)])
             dW = cast(dW, w)
-        if ctx.hb is not None and ctx.needs_input_grad[4]:
-            db, Sb = deliver_sums(groups, ctx.hb, [p.sum(1) for p in groups.split(g, ctx.axis, event)])
+        if hb is not None:
+            db, Sb = deliver_sums(groups, hb, [p.sum(1) for p in groups.split(g, ctx.axis, event)])
             db = cast(db, b)
         return (dx, dW, S, db, Sb) + (None,) * 6
 
@@ -371,11 +425,9 @@ class Affine(Function):
         if ctx.needs_input_grad[0]:
             dx = g if w is None else g * w.view((1, -1) + (1,) * (x.ndim - 2))
         if ctx.hw is not None and ctx.needs_input_grad[2]:
-            sums = [t.flatten(3).sum((1, 3)) for t in groups.stack(_spatial(g * x), 0)]
-            dW, S = deliver_sums(groups, ctx.hw, sums)
+            dW, S = deliver_places(groups, ctx.hw, groups.stack(_spatial(g * x), 0))
         if ctx.hb is not None and ctx.needs_input_grad[4]:
-            sums = [t.flatten(3).sum((1, 3)) for t in groups.stack(_spatial(g), 0)]
-            db, Sb = deliver_sums(groups, ctx.hb, sums)
+            db, Sb = deliver_places(groups, ctx.hb, groups.stack(_spatial(g), 0))
         return (
             dx,
             dW if ctx.hw is None or dW is None else dW.to(ctx.hw.dtype),
@@ -413,20 +465,14 @@ class GhostNorm(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, mean, rstd, w = ctx.saved_tensors
-        groups, hw, hb = ctx.groups, ctx.hw, ctx.hb
+        groups = ctx.groups
         parts = zip(groups.parts, groups.pieces(g), groups.pieces(x), strict=True)
         made = [
             batch_norm.backward(gs, xs, mean[p.lo : p.hi], rstd[p.lo : p.hi], w, groups.coefficients(p))
             for p, gs, xs in parts
         ]
-        dx, sums, pairs = zip(*made, strict=True)
-        grads: list[Any] = [None] * 4
-        for place, (handle, tag) in enumerate(((hw, 4), (hb, 6))):
-            if handle is not None and ctx.needs_input_grad[tag]:
-                each = [t[:, place] for t in sums]
-                pair = sum(pairs[1:], pairs[0])[2 * place : 2 * place + 2]
-                grad, square = deliver_made(handle, each, pair)
-                grads[2 * place : 2 * place + 2] = [None if grad is None else grad.to(handle.dtype), square]
+        dx, each, pairs = zip(*made, strict=True)
+        grads = deliver_both(*wanted(ctx, 4, 6), each, pairs)
         return (join(dx) if ctx.needs_input_grad[0] else None, None, None, *grads, None, None, None)
 
 

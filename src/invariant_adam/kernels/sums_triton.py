@@ -1,0 +1,65 @@
+"""The Triton twins of `sums`: chunks of a group's rows summed by blocks, and the chunks added up in order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .batch_norm_triton import ROWS, WARPS, _finish, _finish_gradients, _spot, plan
+
+
+@triton.jit
+def _sum_rows(G, X, mean, rstd, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
+    """Σ g x̂, where there is an X, and Σ g of a chunk; mean and rstd are per row."""
+    k, c, first, end, piece = _spot(C, R, CHUNK, BC)
+    total = tl.zeros((BR, BC), tl.float32)
+    products = tl.zeros((BR, BC), tl.float32)
+    for r in tl.range(first, end, BR):
+        rows = r + tl.arange(0, BR)
+        inside = (rows < end)[:, None] & (c < C)[None, :]
+        row = k.to(tl.int64) * R + rows
+        at = row[:, None] * C + c[None, :]
+        g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+        total += g
+        if X is not None:
+            mu = tl.load(mean + row, mask=rows < end, other=0.0).to(tl.float32)
+            scale = tl.load(rstd + row, mask=rows < end, other=0.0).to(tl.float32)
+            x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+            products += g * ((x - mu[:, None]) * scale[:, None])
+    here = partial + piece.to(tl.int64) * (2 * C) + c
+    tl.store(here, tl.sum(products, 0), mask=c < C)
+    tl.store(here + C, tl.sum(total, 0), mask=c < C)
+
+
+def serves(G: Tensor) -> bool:
+    """Whether the kernels take these rows: in memory one after another, at most 32 bits a number."""
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    return G.dtype in floats and G.numel() > 0 and G.is_contiguous()
+
+
+def norm_sums(
+    G: Tensor, X: Tensor | None, mean: Tensor | None, rstd: Tensor | None, c: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """e and a (κ, 2, C) and their pairs (4, C), in float32: see `sums.norm_sums`."""
+    kappa = G.shape[0]
+    p = plan(G, kappa, axis=2)
+    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=G.device)
+    each = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=G.device)
+    pairs = torch.empty(4, p.channels, dtype=torch.float32, device=G.device)
+    mean, rstd = (None if t is None else t.contiguous() for t in (mean, rstd))
+    _sum_rows[(p.blocks,)](
+        G, X, mean, rstd, partial, p.channels, p.rows, p.chunk, BR=ROWS, BC=p.bc, num_warps=WARPS
+    )  # fmt: skip
+    c = None if c is None else c.to(torch.float32)
+    _finish_gradients[(triton.cdiv(p.channels, 16),)](
+        partial, c, each, pairs, p.channels, kappa, p.chunks, **_finish(p)
+    )  # fmt: skip
+    return each, pairs
+
+
+def row_sums(G: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """a (κ, C) and its pair (2, C), in float32."""
+    each, pairs = norm_sums(G, None, None, None, c)
+    return each[:, 1], pairs[2:]
