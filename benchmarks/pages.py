@@ -190,6 +190,58 @@ def peers_rows():
     yield table(load("peers_cpu"))
 
 
+# --------------------------------------------------------------------------- ranks that die, come and go
+
+
+def outcome(result):
+    """How far a disturbed run ended from the undisturbed one."""
+    names = {"weights": "weights", "exp_avg": "m", "exp_avg_sq": "v"}
+    apart = ", ".join(f"{result[key]:.1g} in {name}" for key, name in names.items())
+    whole = "every checkpoint on the disk was whole" if not result["damaged"] else "; ".join(result["damaged"])
+    return f"largest difference at the end: {apart}; {whole}; loss on held-out text {result['loss']:.6f} in both."
+
+
+def kills_rows():
+    for mode in ("ddp", "fsdp2"):
+        for name, result, rows in measured(f"faults_kills_{mode}"):
+            yield f"`{result['command']}`, {result['ranks']} ranks, {result['dtype']}, torch {result['torch']},"
+            yield f"kept as `{name}.json`; {outcome(result)}"
+            yield ""
+            yield "| | rank | killed in | at (samples) | last saved | went on from |"
+            yield "|---|---|---|---|---|---|"
+            for i, row in enumerate(rows, 1):
+                where = f"{row['kind']} (`{row['place']}`)"
+                cells = [i, row["rank"], where, row["samples"], row["saved"], row["resumed"]]
+                yield "| " + " | ".join(map(str, cells)) + " |"
+            yield ""
+
+
+def elastic_rows():
+    for mode in ("ddp", "fsdp2"):
+        for name, result, rows in measured(f"faults_elastic_{mode}"):
+            yield f"`{result['command']}`, {result['dtype']}, torch {result['torch']},"
+            yield f"kept as `{name}.json`; against one process that ran through, {outcome(result)}"
+            yield ""
+            yield "| ranks | from (samples) | to |"
+            yield "|---|---|---|"
+            for row, following in zip(rows, [*rows[1:], {"from": result["samples"]}], strict=True):
+                yield f"| {row['ranks']} | {row['from']} | {following['from']} |"
+            yield ""
+
+
+def silence_rows():
+    for name, result, rows in measured("faults_silence_ddp"):
+        yield f"`{result['command']}`, {result['ranks']} ranks, gloo, a process-group timeout of {result['timeout']} s,"
+        yield f"kept as `{name}.json`:"
+        yield ""
+        yield "| rank 1 is | the others have stopped after | with |"
+        yield "|---|---|---|"
+        for row in rows:
+            message = row["errors"]["0"].split(": ", 1)[1]
+            yield f"| {row['rank_1']} | {row['seconds']:.1f} s | {message} |"
+        yield ""
+
+
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},

@@ -27,7 +27,7 @@ from . import checks, folding, hooks
 from .diagnostics import NoiseScale, noise_scale
 from .kernels import adam as kernels
 from .one_pass import pair
-from .ranks import Ranks, placed
+from .ranks import Ranks, in_touch, placed
 from .scaling import RULES, check_decay, check_hyperparameters, check_keep, check_rho, find_rule
 from .update import Fold, Update
 
@@ -543,7 +543,8 @@ class InvariantAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         checks.refuse_scaled(self)
-        self._ranks.agree(self, self._collect)
+        with in_touch("closing an update"):
+            self._ranks.agree(self, self._collect)
         self._update.check_whole(self._name)
         start = self.samples_seen
         stop = start + round(self.kappa * self._size)
@@ -554,7 +555,8 @@ class InvariantAdam(Optimizer):
             self._flush()
             self._report_nonfinite()
         self._move(moves)
-        self._ranks.moved(self)
+        with in_touch("exchanging weights"):
+            self._ranks.moved(self)
         if self._tape is None:
             self._close(moves, stop)
             if all(device.type == "cpu" for device in self._skipped):

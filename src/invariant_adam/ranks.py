@@ -7,8 +7,9 @@ each once, and its count is theirs, so that everything that follows is what one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +225,41 @@ class Team(Ranks):
 
     def weight(self, p: Tensor) -> Tensor:  # noqa: D102
         return self.local(p)
+
+
+class LostRankError(RuntimeError):
+    """Another rank has died, or has not answered within the process group's timeout."""
+
+
+# gloo's failures are plain RuntimeErrors.
+_OF_THE_WIRE = re.compile("gloo|NCCL|connection|timed out", re.IGNORECASE)
+
+
+@contextmanager
+def in_touch(doing: str) -> Iterator[None]:
+    """Say what was going on, and how to go on, when a collective in this context fails.
+
+    A rank that dies closes its connections, so that the others fail at once; one that hangs lets them run into the
+    process group's timeout. Either way those that are left cannot finish the update.
+
+    Args:
+        doing: what the collective is for, in words that follow "while".
+    """
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:
+        dist = torch.distributed
+        if not (dist.is_available() and dist.is_initialized()):
+            raise
+        if not isinstance(error, dist.DistError) and not _OF_THE_WIRE.search(str(error)):
+            raise
+        raise LostRankError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} lost touch with another rank while {doing}: that one "
+            "has died or no longer answers, and its own error says why. No rank can go on without it: stop them all "
+            f"and start again from the latest checkpoint, as torchrun --max-restarts does. The transport says: {error}"
+        ) from error
 
 
 class _GivenUp(Exception):  # noqa: N818 - no error

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
 
 from ..optimizer import InvariantAdam
+from ..ranks import in_touch
 
 T = TypeVar("T")
 Group = Any  # a torch.distributed.ProcessGroup, which builds of torch without distributed lack
@@ -85,10 +86,9 @@ def save(
     root = Path(folder)
     name = f"samples-{optimizer.samples_seen:012d}"
     aside = _on_first(lambda: _begin(root, name), process_group)
-    with _alone():
-        write_checkpoint(
-            state, storage_writer=FileSystemWriter(aside), process_group=process_group
-        )  # flushes each file
+    with _together(f"cannot write {root / name}"):
+        # Each rank flushes its own files.
+        write_checkpoint(state, storage_writer=FileSystemWriter(aside), process_group=process_group)
     return _on_first(lambda: _publish(aside, root / name, keep), process_group)
 
 
@@ -174,15 +174,8 @@ def _state(model: nn.Module, optimizer: InvariantAdam, others: Mapping[str, Stat
 
 
 def _read(path: Path, state: dict[str, Any], group: Group) -> None:
-    try:
-        with _alone():
-            read_checkpoint(state, storage_reader=_Reader(path), planner=_Planner(), process_group=group)
-    except CheckpointException as error:
-        causes = {str(cause) for cause, _ in error.failures.values()}
-        raise RuntimeError(
-            f"cannot load {path}: {'; '.join(sorted(causes))} Build model, optimizer and the other objects as they "
-            "were when it was saved"
-        ) from error
+    with _together(f"cannot load {path}; build model, optimizer and the other objects as they were when it was saved"):
+        read_checkpoint(state, storage_reader=_Reader(path), planner=_Planner(), process_group=group)
 
 
 # ---------------------------------------------------------------------- files
@@ -242,11 +235,19 @@ def _flush(directory: Path) -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Let one process without a process group save and load: torch does, and warns that it does."""
+def _together(failed: str) -> Iterator[None]:
+    """Let torch save or load on all ranks, or in a single process, which it warns of.
+
+    Its own exception is not an `Exception`: what a user catches around a save would let it pass.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        yield
+        try:
+            with in_touch("saving or loading a checkpoint"):
+                yield
+        except CheckpointException as error:
+            causes = sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()})
+            raise RuntimeError(f"{failed}: {'; '.join(causes)}") from error
 
 
 def _on_first(action: Callable[[], T], group: Group) -> T:
@@ -255,13 +256,16 @@ def _on_first(action: Callable[[], T], group: Group) -> T:
         return action()
     first = dist.get_global_rank(group, 0) if group is not None else 0
     answer: list[Any] = [None, None]
+    failure: Exception | None = None
     if dist.get_rank() == first:
         try:
             answer[0] = action()
         except Exception as error:
-            dist.broadcast_object_list([None, f"{type(error).__name__}: {error}"], src=first, group=group)
-            raise
-    dist.broadcast_object_list(answer, src=first, group=group)
+            failure, answer[1] = error, f"{type(error).__name__}: {error}"
+    with in_touch("saving or loading a checkpoint"):
+        dist.broadcast_object_list(answer, src=first, group=group)
+    if failure is not None:
+        raise failure
     if answer[1] is not None:
         raise RuntimeError(f"rank {first} could not go on: {answer[1]}")
     result: T = answer[0]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import folding
-from ..ranks import ONES, Team
+from ..ranks import ONES, Team, in_touch
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
@@ -169,7 +169,8 @@ class Replicated(Team):
                 if keep != 1.0:
                     self.local(state[key]).mul_(keep)
             part.keep = ONES
-        bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+        with in_touch("adding up moments"):
+            bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
         bucket.ready.clear()
         bucket.ours = True
         self.begun += 1
