@@ -12,6 +12,7 @@ from torch import nn
 
 import invariant_adam as ia
 from invariant_adam.kernels import conv_square as kernels
+from invariant_adam.kernels.adam import Target
 from invariant_adam.kernels.conv_square import Geometry, conv_backward
 
 twin = pytest.importorskip("invariant_adam.kernels.conv_square_triton")
@@ -177,7 +178,7 @@ def test_folds_into_moments(pieces, channels_last):
         for a, b, old, new in zip(keep, gain, (m, v), expected(G, X, geo), strict=True)
     ]
     config = twin.choose(geo, (2, 6, 6), G.dtype)._replace(pieces=pieces)
-    twin.conv_square(G, X, geo, into=twin.Into(m, v, keep, gain, count), config=config)
+    twin.conv_square(G, X, geo, into=Target(m, v, keep, gain, count), config=config)
     assert close((m, v), want, 1e-5)
     assert count.item() == 20 * 9
 

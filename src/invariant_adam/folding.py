@@ -46,6 +46,10 @@ class Part:
     keep: tuple[float, float]  # factor of the next fold on the moments: a over the c that is owed, then 1
     kappa: float = 0.0  # micro-batches folded; a ragged one counts n/M
 
+    def copy(self) -> Part:
+        """Return another part that stands where this one does."""
+        return Part(self.a, self.b, self.keep, self.kappa)
+
 
 def begin_free() -> Part:
     """Begin the first update of all: m = v = 0, so any scale will do until κ is known.

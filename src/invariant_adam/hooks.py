@@ -54,7 +54,9 @@ def own(p: Tensor, folder: Folder, *, hook: bool) -> None:
     def on_grad(p: Tensor) -> None:
         folder = reference()
         if folder is not None:
-            folder.on_grad(p)
+            # Inside one_pass each p.grad would ask its dispatcher.
+            with torch._C.DisableTorchFunctionSubclass():
+                folder.on_grad(p)
 
     before = owner(p)
     if before is not None:

@@ -13,7 +13,8 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
@@ -43,6 +44,7 @@ _ONES = (1.0, 1.0)
 # backward, at most _QUEUE elements of them.
 _SHARING = frozenset({"cuda", "xpu", "mps"})
 _SMALL, _QUEUE = 1 << 16, 1 << 22
+_promote = cache(torch.promote_types)
 _COUNTERS = itemgetter(*folding.fresh())
 
 UpdateHook = Callable[["InvariantAdam", int, int], None]
@@ -138,6 +140,7 @@ class InvariantAdam(Optimizer):
         self._warned = False  # of an update whose size nobody announced
         self._weight = 1.0  # n/M of the micro-batch at hand
         self._hooked: set[Tensor] = set()  # parameters whose gradients come here by a hook
+        self._bound: list[int] = []  # ids of all parameters, while each has its state and its hook
         # Elements that were not finite and were left out, counted on their device; and those the user was told of.
         self._skipped: dict[torch.device, Tensor] = {}
         self._reported = 0
@@ -299,7 +302,7 @@ class InvariantAdam(Optimizer):
             with torch.no_grad():
                 self.on_grad(p)
             return
-        if pair.peek(p) is None:
+        if not pair.is_there(p):
             if pair.is_armed(p):
                 return  # a mini-batch gradient, half of a pair whose square is still to come
             self._update.count_backward(self._weight, self._flush_queue)
@@ -317,7 +320,7 @@ class InvariantAdam(Optimizer):
             )
         update = self._update
         parts = [self._part(p) for p in params]  # refuses before anything changes
-        if any(p in update.late or p in update.queue for p in params):
+        if any(part.kappa and (p in update.late or p in update.queue) for p, part in zip(params, parts, strict=True)):
             self._flush()
         arrivals = [self._take(p) for p in params]
         self._condition(params, arrivals)
@@ -346,7 +349,7 @@ class InvariantAdam(Optimizer):
         do gradients that the user has in hand (fold="call") and may write over.
         """
         expected = self._update.expected
-        if expected is None or x.square is not None or self._fold_in != "backward":
+        if expected is None or x.square is not None or self._fold_in != "backward" or not self._ranks.waits:
             return False
         return part.kappa == x.kappa >= expected
 
@@ -467,8 +470,10 @@ class InvariantAdam(Optimizer):
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
         group, state = self._group(p), self.state[p]
-        for name in ("exp_avg", "exp_avg_sq"):  # a model.to(...) may have come after the optimizer was built
-            state[name] = state[name].to(p.device, self._moment_dtype(p))
+        m, dtype = state["exp_avg"], self._moment_dtype(p)
+        if m.device != p.device or m.dtype != dtype:  # a model.to(...) may have come after the optimizer was built
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(p.device, dtype)
         if state["debias1"] == 1.0:
             return self._ranks.begin(folding.begin_free())
         history = (self._group_index[p], *_COUNTERS(state))
@@ -479,7 +484,7 @@ class InvariantAdam(Optimizer):
             if expected is not None:  # of the whole update; of this parameter, its share in the last one
                 kappa = expected * (state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0)
             part = self._update.begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
-        return self._ranks.begin(replace(part))
+        return self._ranks.begin(part.copy())
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
@@ -606,7 +611,7 @@ class InvariantAdam(Optimizer):
                 state = self.state[p]
                 state.update(move.counters)
                 steps.append(state["step"])
-        torch._foreach_add_(steps, 1.0)
+        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # a number would become a tensor for each of them
         for group in self.param_groups:
             group["samples_seen"], group["kappa"] = stop, kappa
         self._update = Update()
@@ -615,11 +620,11 @@ class InvariantAdam(Optimizer):
         """Count a replay of a captured update, as an eager one would be, and return the scalars of its launches."""
         captured = tape.update
         assert captured is not None
-        self._update = update = Update(expected=captured.expected, micro_batches=captured.micro_batches)
+        self._update = Update(expected=captured.expected, micro_batches=captured.micro_batches)
         try:
             folds = []
             for p, kappa, scale, paired, signed in tape.arrivals:
-                part = update.parts.get(p) or self._begin(p)
+                part = self._part(p)
                 keep, gain, _ = self._count(p, part, kappa, scale, paired=paired, signed=signed)
                 folds.append((*keep, *gain))
             start = self.samples_seen
@@ -817,7 +822,7 @@ class InvariantAdam(Optimizer):
             state["step"] = torch.tensor(step)
             for key, value in folding.after_adam(group["betas"], step).items():
                 state.setdefault(key, value)
-        self._update = Update()
+        self._update, self._bound = Update(), []
         self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -842,7 +847,7 @@ class InvariantAdam(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         if "_fold_in" in state:  # a copy or an unpickled optimizer, not load_state_dict
-            self._hooked, self._group_index = set(), {}
+            self._hooked, self._group_index, self._bound = set(), {}, []
             self._update_hooks = OrderedDict()
             self._tape = None
             self.process_group, self._ranks = None, Ranks()
@@ -854,7 +859,10 @@ class InvariantAdam(Optimizer):
         Args:
             take: take parameters over from another optimizer that folds them, as a newly built one does.
         """
-        missing = 0
+        ids = [id(p) for p in self._params()]
+        if ids == self._bound and len(self.state) >= len(ids) and not take:
+            return 0
+        missing, self._bound = 0, ids
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 self._group_index[p] = index
@@ -862,9 +870,13 @@ class InvariantAdam(Optimizer):
                 if not state:  # made eagerly: torch.distributed.checkpoint looks for it before the first step
                     m, v = (torch.zeros_like(p, dtype=self._moment_dtype(p), requires_grad=False) for _ in "mv")
                     state |= {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v, **folding.fresh()}
-                if p in self._hooked or not p.requires_grad:
+                if p in self._hooked:
+                    continue
+                if not p.requires_grad:
+                    self._bound = []  # look again: it may be unfrozen
                     continue
                 if not take and hooks.owner(p) is not None:
+                    self._bound = []
                     raise RuntimeError(
                         f"parameter {self._name(p)} now belongs to an InvariantAdam that was built later on the same "
                         "parameters; drop one of the two"
@@ -877,9 +889,10 @@ class InvariantAdam(Optimizer):
     def on_taken(self, p: Tensor) -> None:
         """Note that another optimizer folds the gradients of `p` from now on."""
         self._hooked.discard(p)
+        self._bound = []
 
     def _moment_dtype(self, p: Tensor) -> torch.dtype:
-        return torch.promote_types(p.dtype, self._state_dtype)
+        return _promote(p.dtype, self._state_dtype)
 
     def _params(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)

@@ -31,6 +31,7 @@ class Ranks:
     """A process that trains alone, and what the ways of several override."""
 
     takes_kernels = True  # whether a kernel may fold into the moments by itself
+    waits = True  # whether a gradient may wait for the step, to be folded as the weights move
     last = False  # the backward that runs is the last of this rank's update
 
     def begin(self, part: folding.Part) -> folding.Part:
@@ -91,6 +92,7 @@ class Team(Ranks):
             other rank.
     """
 
+    waits = False  # the moments are sent before the weights move
     even = False  # whether all ranks must bring as many micro-batches
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:

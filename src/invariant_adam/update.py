@@ -103,6 +103,9 @@ class Update:
                 "a backward of this update did not come to its end, so that some parameters were folded and some were "
                 "not; drop the update with opt.abandon() and run its micro-batches again"
             )
+        counts = {part.kappa for part in self.parts.values()}
+        if len(counts) == 1 and not self.nested and (self.expected is None or counts.pop() <= self.expected):
+            return  # as nearly always
         most = max(self.parts, key=lambda p: self.parts[p].kappa)
         least = min(self.parts, key=lambda p: self.parts[p].kappa)
         if len(self.kinds) > 1 and self.parts[least].kappa * _ROUNDING < self.parts[most].kappa:

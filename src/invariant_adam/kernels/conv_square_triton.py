@@ -29,9 +29,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tuning
+from .adam import Target
 from .adam_triton import LIMIT
 from .conv_square import Geometry
-from .gemm_square_triton import Into, _fold_tile, _has_tile_loads, _multiprocessors, _stages
+from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _stages
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -199,7 +200,7 @@ def conv_square(
     geo: Geometry,
     c: Tensor | None = None,
     *,
-    into: Into | None = None,
+    into: Target | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dW and S in float32, of G (κ, m, O, H_out, W_out) and X (κ, m, I, H, W); c (κ,) weighs the squares.

@@ -29,8 +29,6 @@ from . import tuning
 from .adam import Target
 from .adam_triton import LIMIT
 
-Into = Target
-
 
 class Config(NamedTuple):
     """A way to run the kernel."""

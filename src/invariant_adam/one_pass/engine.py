@@ -61,9 +61,19 @@ class Engine:
         self.into = False  # whether a sink takes pairs now: a check's own backwards leave theirs
         self.sharded = False  # by FSDP2, which reduces gradients and squares itself: see `distributed.fsdp`
         self.tickets: dict[torch.device, list[Tensor]] = {}
+        # As `refresh` found it the last time; the entries hold their parameters, so that an id stays theirs.
+        self.structure: list[Any] = []
+        self.order: list[Entry] = []
+        self.spans = False  # a module is there whose statistics may span micro-batches: look again every time
 
     def refresh(self, model: nn.Module) -> list[Entry]:
         """The entries of the parameters that are trainable now."""
+        structure = _structure(model)
+        if structure == self.structure and not self.spans:
+            return self.order
+        self.structure = []
+        _refuse_modules(model)
+        self.spans = any(issubclass(kind, nn.SyncBatchNorm) for kind in structure if isinstance(kind, type))
         seen: dict[int, Entry] = {}
         known = {entry.name: entry for entry in self.entries.values()}
         self.sharded = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
@@ -84,7 +94,8 @@ class Engine:
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
             self.entries = seen
             self.checked.clear()
-        return list(seen.values())
+        self.structure, self.order = structure, list(seen.values())
+        return self.order
 
     # What the rules ask.
 
@@ -294,7 +305,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise RuntimeError("one_pass is already open; close it before opening another")
         engine = self.engine
         entries = engine.refresh(self.model)
-        _refuse_modules(self.model, entries)
         self.undo: list[Any] = []
         for entry in entries:
             if entry.param.grad is not None and pair.peek(entry.param) is None:
@@ -331,8 +341,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
             pair.arm(p)
-            if pair.has_taker(p):
-                self._watch(entry)
+            entry.watcher = self._arrived if pair.has_taker(p) else None
         self.undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
         for patch in batch_norm.patches(self.model, engine):
@@ -374,20 +383,16 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             handle.remove()
         for entry in self.armed:
             entry.param.__class__ = nn.Parameter
+            entry.watcher = None
             del entry.param.one_pass_entry  # type: ignore[attr-defined]
             pair.disarm(entry.param)
 
-    def _watch(self, entry: Entry) -> None:
+    def _arrived(self, entry: Entry) -> None:
         """Hand the pair over as soon as both halves have arrived, so that the optimizer frees it in
         backward."""
-
-        def arrived(_: Tensor) -> None:
-            ready = entry.param.grad is not None and (self.engine.single or entry.companion.grad is not None)
-            if ready:
+        with torch._C.DisableTorchFunctionSubclass():
+            if entry.param.grad is not None and (self.engine.single or entry.companion.grad is not None):
                 self._put(entry)
-
-        for leaf in (entry.param, entry.companion):
-            self.undo.append(leaf.register_post_accumulate_grad_hook(arrived))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
@@ -404,7 +409,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine.outside = False
         if not torch.is_grad_enabled() or engine.probe is not None or torch.compiler.is_compiling():
             return
-        if any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed):
+        with torch._C.DisableTorchFunctionSubclass():  # each p.grad would ask the dispatcher
+            again = any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed)
+        if again:
             self._harvest()  # a backward has run since the last forward: this is another mini-batch
             for entry in self.armed:
                 entry.before = entry.param.grad
@@ -554,7 +561,21 @@ def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
     return int(found.pop())
 
 
-def _refuse_modules(model: nn.Module, entries: list[Entry]) -> None:
+def _structure(model: nn.Module) -> list[Any]:
+    """What `Engine.refresh` depends on: the kinds of all modules, their parameters and what these are."""
+    found: list[Any] = []
+    left = [model]
+    while left:
+        module = left.pop()
+        found.append(type(module))
+        for p in module._parameters.values():
+            if p is not None:
+                found += (id(p), p.requires_grad, p.dtype, p.device)
+        left.extend(child for child in module._modules.values() if child is not None)
+    return found
+
+
+def _refuse_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel) and not hasattr(module, "one_pass_may"):
             raise UnsupportedUse(

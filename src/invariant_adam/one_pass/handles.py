@@ -7,6 +7,7 @@ looks like the value, and carries a `Handle` that leads per-group gradients back
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -38,7 +39,17 @@ class Entry:
         self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
         self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
+        self.watcher: Callable[[Entry], None] | None = None  # told of each gradient, while a context is open
         self.companion.register_post_accumulate_grad_hook(self._fire)
+        me = weakref.ref(self)  # the parameter outlives what an engine knew of it
+
+        def arrived(_: Tensor) -> None:
+            entry = me()
+            if entry is not None and entry.watcher is not None:
+                entry.watcher(entry)
+
+        hook = param.register_post_accumulate_grad_hook(arrived)
+        weakref.finalize(self, hook.remove)
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
         self.cumulative = False  # whether that one averages over all updates, momentum=None
 
@@ -53,6 +64,8 @@ class Entry:
 
     def _fire(self, _: Tensor) -> None:
         self.fired += 1
+        if self.watcher is not None:
+            self.watcher(self)
 
 
 class Handle:

@@ -43,7 +43,7 @@ class Sink:
                 f"into= must hold all trainable parameters of the model, and has not {', '.join(missing[:5])}"
                 f"{' and others' if len(missing) > 5 else ''}; add them to the optimizer or freeze them"
             )
-        if any(not pair.has_taker(entry.param) for entry in entries):
+        if any(entry.watcher is None for entry in entries):  # nobody takes its pairs
             raise ValueError(
                 'into= needs an optimizer that folds in backward, InvariantAdam(fold="backward"), which is the latest '
                 'one built on these parameters; with fold="call" leave into= out and call opt.fold()'

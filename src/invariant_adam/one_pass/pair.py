@@ -19,8 +19,6 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Parameters inside an open one-pass context: their `p.grad` is a mini-batch's, not a micro-batch's.
-_armed = WeakTensorKeyDictionary()
 # Parameter -> what to call when its pair is complete.
 _subscribers = WeakTensorKeyDictionary()
 _ONES = (1.0, 1.0)
@@ -37,18 +35,19 @@ class Pair(NamedTuple):
 
 
 def arm(p: Tensor) -> None:
-    """Say that the next gradient of `p` is that of a whole mini-batch."""
-    _armed[p] = True
+    """Say that the next gradient of `p` is that of a whole mini-batch, not a micro-batch's."""
+    p.grad_armed = True  # type: ignore[attr-defined]
 
 
 def disarm(p: Tensor) -> None:
     """Take `arm` back."""
-    _armed.pop(p, None)
+    if is_armed(p):
+        del p.grad_armed  # type: ignore[attr-defined]
 
 
 def is_armed(p: Tensor) -> bool:
     """Whether `p` is inside an open one-pass context."""
-    return bool(_armed.data) and p in _armed  # asked in every fold; nearly always nothing is armed
+    return hasattr(p, "grad_armed")
 
 
 def subscribe(p: Tensor, taker: Callable[[Tensor], None] | None) -> None:
@@ -99,6 +98,11 @@ def put(
     grad_sq.made_with = grad._version, scale, borrowed  # type: ignore[attr-defined]
     if taker is not None:
         taker(p)
+
+
+def is_there(p: Tensor) -> bool:
+    """Whether there is a square on `p`: cheaper than `peek`, which looks whether it makes a pair."""
+    return hasattr(p, "grad_sq")
 
 
 def peek(p: Tensor) -> Pair | None:
