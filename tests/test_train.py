@@ -42,7 +42,8 @@ def by_hand(settings: Run, source: train.Source, second: str, lr: float, betas: 
         for samples in zip(*(part.split(B) for part in source.epoch(0, number, 0, take)), strict=True):
             g, sq = ([torch.zeros_like(p) for p in params] for _ in range(2))
             for x, y in zip(*(part.split(M) for part in samples), strict=True):
-                loss, _ = source.loss(model, (x, y), train.TASKS[settings.model].smoothing)
+                x, y = source.inputs((x, y))
+                loss = F.cross_entropy(model(x), y, label_smoothing=train.TASKS[settings.model].smoothing)
                 for i, part in enumerate(torch.autograd.grad(loss, params)):
                     g[i] += part / kappa
                     sq[i] += {"invariant": part**2 / kappa, "adama": (part / kappa) ** 2, "standard": 0 * part}[second]
@@ -225,11 +226,40 @@ def test_the_loss_is_the_papers(sources):
     source = sources["vit"]
     x, y = source.epoch(0, 0, 0, 80)
     model = train.make_model(run("vit"), source)
-    loss, right = source.loss(model, (x[:20], y[:20]), 0.1)
-    scaled = (x[:20].double() / 255 - source.mean) / source.std
-    logits = model(scaled.float())
-    assert loss.item() == pytest.approx(F.cross_entropy(logits, y[:20], label_smoothing=0.1).item(), rel=1e-5)
-    assert right.item() == (logits.argmax(1) == y[:20]).double().mean().item()
+    inputs, target = source.inputs((x[:20], y[:20]))
+    wanted = (x[:20].double() / 255 - source.mean) / source.std
+    assert torch.allclose(inputs.double(), wanted, atol=1e-6)
+    logits = model(inputs)
+    loss = train.loss_of(logits, target, 0.1)
+    log = logits.double().log_softmax(1)
+    by_formula = -(0.9 * log[torch.arange(20), y[:20]] + 0.1 * log.mean(1)).mean()
+    assert loss.item() == pytest.approx(by_formula.item(), rel=1e-5)
+    assert train.accuracy(logits, target).item() == (logits.argmax(1) == y[:20]).double().mean().item()
+
+
+def test_a_captured_update_has_made_its_first_three(sources):
+    """On a CPU nothing is captured, but the first updates are made in the same place, each prepared for its samples."""
+    source = sources["resnet-ln"]
+    settings = run(batch=10)
+    model = train.make_model(settings, source)
+    optimizer = train.Optimizer(settings, model, CPU)
+    epoch = train.Epoch(source, settings, 80)
+    epoch.begin(0)
+    prepared: list[int] = []
+    update = train.Update(settings, model, optimizer, source, epoch, "loop")
+    train._captured(update, prepared.append, 160)
+    assert prepared == [160, 170, 180]
+    assert epoch.place.item() == 30
+    assert optimizer.inner.samples_seen == 30
+
+
+@pytest.mark.gpu
+def test_one_micro_batch_is_torchs_adam_on_a_gpu():
+    device = torch.device("cuda")
+    source = train.load("vit", device, small=True, found=data.synthetic(90, 30))
+    settings = run("vit", "invariant", "linear", M)
+    model = train.make_model(settings, source)
+    assert isinstance(train.Optimizer(settings, model, device).inner, torch.optim.Adam)
 
 
 @pytest.mark.gpu

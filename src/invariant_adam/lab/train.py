@@ -172,7 +172,7 @@ def check(run: Run) -> Run:
 
 
 class Source:
-    """A dataset on a device: epochs in their order, the test set, and the loss of a model on samples of either.
+    """A dataset on a device: epochs in their order, the test set, and what a model takes of either.
 
     Args:
         found: images or a text.
@@ -247,20 +247,23 @@ class Source:
             for part in self._sequences(self.found.test_ids, 0).split(TEST_BATCH // 4):
                 yield (part,)
 
-    def loss(self, model: nn.Module, samples: tuple[Tensor, ...], smoothing: float) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over samples, and the share of right answers."""
-        if isinstance(self.found, data.Images):
-            x, y = samples
-            x = (x.float().div_(255) - self.mean) / self.std
-            if self.channels_last:
-                x = x.contiguous(memory_format=torch.channels_last)
-        else:
+    def inputs(self, samples: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return what a model takes and what it should answer."""
+        if not isinstance(self.found, data.Images):
             ids = samples[0].long()
-            x, y = ids[:, :-1], ids[:, 1:].flatten()
-        logits = model(x).flatten(0, -2).float()
-        with torch.no_grad():
-            right = (logits.argmax(1) == y).double().mean()
-        return F.cross_entropy(logits, y, label_smoothing=smoothing), right
+            return ids[:, :-1], ids[:, 1:]
+        x = (samples[0].float().div_(255) - self.mean) / self.std
+        return (x.contiguous(memory_format=torch.channels_last) if self.channels_last else x), samples[1]
+
+
+def loss_of(logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Return the mean loss of logits (…, classes) over samples, and characters of a sequence."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), label_smoothing=smoothing)
+
+
+def accuracy(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the share of right answers."""
+    return (logits.argmax(-1) == y).double().mean()
 
 
 def load(model: str, device: torch.device, *, small: bool = False, found: Any = None) -> Source:
@@ -308,7 +311,9 @@ class Optimizer:
         self.run, self.rate = run, math.nan
         self.inner: torch.optim.Optimizer
         gpu = device.type == "cuda"
-        if run.algorithm in ("invariant", "adama"):
+        # Of one micro-batch invariant Adam is Adam, and torch's needs nothing of the host between two graphs.
+        same = gpu and run.algorithm == "invariant" and run.batch_sizes == (run.micro_batch_size,)
+        if run.algorithm in ("invariant", "adama") and not same:
             self.inner = ia.InvariantAdam(
                 model.parameters(),
                 run.lr0,
@@ -352,11 +357,11 @@ class Optimizer:
         if factor == self.rate:
             return  # on a GPU every change is a launch
         self.rate, group = factor, self.inner.param_groups[0]
-        if self.run.algorithm == "invariant":
-            group["lr"] = self.run.lr0 * factor  # at B_max: it scales itself
-        elif self.run.algorithm == "adama":
+        if self.run.algorithm == "adama":
             rho = self.batch / self.run.max_batch_size
             group["lr"] = self.lr(factor) / rho * math.sqrt(self.batch / self.run.micro_batch_size)
+        elif isinstance(self.inner, ia.InvariantAdam):
+            group["lr"] = self.run.lr0 * factor  # at B_max: it scales itself
         elif isinstance(group["lr"], Tensor):
             group["lr"].fill_(self.lr(factor))
         else:
@@ -388,19 +393,23 @@ class Update:
         inner, epoch = self.optimizer.inner, self.epoch
         if not isinstance(inner, ia.InvariantAdam):
             inner.zero_grad()
-        place = epoch.place + self.rows
+        samples = tuple(part.index_select(0, epoch.place + self.rows) for part in epoch.samples)
+        x, y = self.source.inputs(samples)
+        losses, logits = [], []
         mode = torch.autocast(self.source.device.type, self.precision) if self.precision else nullcontext()
         with mode:  # once around all micro-batches: weights are cast once per update
-            for rows in place.split(self.piece):
-                samples = tuple(part.index_select(0, rows) for part in epoch.samples)
+            for piece, target in zip(x.split(self.piece), y.split(self.piece), strict=True):
                 with (
                     ia.one_pass(self.model, self.one_pass, into=cast(ia.InvariantAdam, inner))
                     if self.one_pass
                     else nullcontext()
                 ):
-                    loss, right = self.source.loss(self.model, samples, self.smoothing)
+                    answers = self.model(piece)
+                    loss = loss_of(answers, target, self.smoothing)
                     (loss / self.divisor).backward()
-                epoch.totals += torch.stack((loss.detach().double(), right)) * (len(rows) / self.batch)
+                losses.append(loss.detach())
+                logits.append(answers.detach())
+        epoch.totals += torch.stack((torch.stack(losses).double().mean(), accuracy(torch.cat(logits), y)))
         inner.step()
         epoch.place += self.batch
 
@@ -574,8 +583,9 @@ def evaluate(model: nn.Module, source: Source) -> Tensor:
     gpu = source.device.type == "cuda"
     with torch.autocast("cuda", torch.bfloat16) if gpu else nullcontext():
         for samples in source.test():
-            loss, right = source.loss(model, samples, 0.0)
-            totals += torch.stack((loss.double(), right)) * len(samples[0])
+            x, y = source.inputs(samples)
+            logits = model(x)
+            totals += torch.stack((loss_of(logits, y).double(), accuracy(logits, y))) * len(samples[0])
             count += len(samples[0])
     model.train()
     return totals / count
