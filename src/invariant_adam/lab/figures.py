@@ -103,7 +103,7 @@ def curves_figure(results: Results, model: str, columns: Sequence[Series], metri
                 for size, seeds in by_batch_size(run for run in runs[series] if run.lr0 == lr0).items():
                     look.curve(ax, *mean_curve(seeds, metric), lr0, size)
             dress(ax, log=metric.endswith("loss"))
-        _epochs(axes[-1])
+            _epochs(ax)
     look.legend(figure)
     _headline(figure, model, f"{'mean over seeds' if look.seeds > 1 else 'one seed'}")
     return figure
@@ -243,6 +243,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
         dress(above, log=True)
         dress(below, log=False)
         below.axhline(0, color=FAINT, linewidth=1, zorder=1)
+        _epochs(above)
         _epochs(below)
     more = [Line2D([], [], color=INK, linewidth=1.8, linestyle=dashes.get(n, "-"), label=f"ramp {n}") for n in names]
     look.legend(figure, more=more)
@@ -289,7 +290,7 @@ class _Look:
 
 def _legend(figure: Figure, groups: Sequence[Sequence[Line2D]]) -> None:
     """Put a legend under the panels, each group on rows of its own, and make room for it."""
-    inches = 0.65 + 0.085 * max(len(str(handle.get_label())) for group in groups for handle in group)
+    inches = 0.55 + 0.075 * max(len(str(handle.get_label())) for group in groups for handle in group)
     fit = max(1, int(figure.get_figwidth() / inches))
     rows = [list(group[i : i + fit]) for group in groups for i in range(0, len(group), fit)]
     columns = max(map(len, rows))
@@ -390,12 +391,17 @@ def _measured(run: Run, metric: str) -> bool:
 
 
 def _epochs(ax: Axes) -> None:
-    ax.set_xlabel("epoch")
+    _name_below(ax, "epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
+def _name_below(ax: Axes, name: str) -> None:
+    if ax.xaxis.get_tick_params().get("labelbottom", True):  # only the lowest of a column has labels
+        ax.set_xlabel(name)
+
+
 def _batch_sizes(ax: Axes, sizes: Sequence[int]) -> None:
-    ax.set_xlabel("batch size B" if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
+    _name_below(ax, "batch size B")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(sizes))
     ax.xaxis.set_minor_locator(NullLocator())

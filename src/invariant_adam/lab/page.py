@@ -38,8 +38,12 @@ def definitions(entries: Mapping[str, Any]) -> str:
     for name, value in entries.items():
         inner = value.items() if isinstance(value, Mapping) else [("", value)]
         flat |= {" ".join(filter(None, (name, key))): entry for key, entry in inner}
-    rows = "\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(str(v))}</dd>" for name, v in flat.items())
+    rows = "\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(_text(v))}</dd>" for name, v in flat.items())
     return f"<dl>\n{rows}\n</dl>"
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Mapping[int, str], name: str = "runs") -> str:

@@ -341,7 +341,7 @@ def measure(runs: Sequence[Run], epochs: Iterable[float] | None = None, expected
 def _over(runs: Sequence[Run], epochs: Sequence[float]) -> float:
     if len(runs) < 2 or not epochs:
         return math.nan
-    return spread([[run.losses[epoch] for epoch in epochs] for run in runs])
+    return spread([[losses[epoch] for epoch in epochs] for losses in (run.losses for run in runs)])
 
 
 class Row(NamedTuple):
