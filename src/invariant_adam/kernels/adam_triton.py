@@ -158,10 +158,12 @@ def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:
     for t, *others in zip(tensors, *moments, strict=True):
         if t.dtype not in DTYPES or not (t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)):
             return False
+        stride, address = t.stride(), t.data_ptr()
         for x in others:
-            if x.dtype != torch.float32 or x.stride() != t.stride() or x.data_ptr() % 16:
+            if x.dtype != torch.float32 or x.stride() != stride:
                 return False
-        if t.data_ptr() % 16:
+            address |= x.data_ptr()
+        if address % 16:
             return False
     return True
 
