@@ -115,11 +115,11 @@ def test_a_stopped_grid_goes_on(setup):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        grid.make(found.runs, setup, 1, stop)
+        grid.make(found.runs, setup, stop)
     kept = {path.name: path.read_bytes() for path in setup.folder.glob("*.json")}
     assert len(kept) == 2
     again = Told()
-    grid.make(found.runs, setup, 1, again)
+    grid.make(found.runs, setup, again)
     assert len(again.of("done")) == 2
     assert {path.name for path in setup.folder.glob("*.json")} > set(kept)
     assert all((setup.folder / name).read_bytes() == content for name, content in kept.items())
@@ -149,7 +149,7 @@ def test_half_a_file_is_not_a_run(setup):
 
 def test_a_run_of_another_grid_is_taken_over(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
-    grid.make(found.runs[:1], setup, 1, Told())
+    grid.make(found.runs[:1], setup, Told())
     other = setup._replace(grid="vit-rivals-smoke-e1-n40")
     assert grid.finished(found.runs[0], other) is not None
     assert len(list(other.folder.glob("*.json"))) == 1
@@ -160,12 +160,12 @@ def test_a_run_of_another_grid_is_taken_over(setup):
 def test_processes_make_what_one_makes(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     told = Told()
-    grid.make(found.runs, setup, 2, told)
+    grid.make(found.runs, setup._replace(workers=2), told)
     assert len(told.of("done")) == 4
     grid.gather(found, setup, "")
     several = {(row["algorithm"], row["batch_size"]): float(row["train_loss"]) for row in rows_of(setup.folder)}
     alone = setup._replace(out=setup.out / "alone", lanes=2)
-    grid.make(found.runs, alone, 1, Told())
+    grid.make(found.runs, alone, Told())
     grid.gather(found, alone, "")
     one = {(row["algorithm"], row["batch_size"]): float(row["train_loss"]) for row in rows_of(alone.folder)}
     assert one == pytest.approx(several, rel=1e-6)
@@ -174,7 +174,7 @@ def test_processes_make_what_one_makes(setup):
 def test_a_budget_that_is_spent_begins_nothing(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     told = Told()
-    grid.make(found.runs, setup._replace(deadline=time.time() - 1), 1, told)
+    grid.make(found.runs, setup._replace(deadline=time.time() - 1), told)
     assert len(told.of("skipped")) == 4
     assert told.of("done") == []
     assert grid.gather(found, setup, "")["finished"] == 0
@@ -185,7 +185,7 @@ def test_a_failed_run_is_told_and_the_others_go_on(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     bad = found.runs[0]._replace(samples=3)
     told = Told()
-    grid.make([bad, *found.runs[1:2]], setup, 1, told)
+    grid.make([bad, *found.runs[1:2]], setup, told)
     assert told.of("error") == [bad]
     assert len(told.of("done")) == 1
 
@@ -204,7 +204,7 @@ def test_a_run_that_diverged_is_kept_and_says_nan(setup):
 def test_tensorboard_logs_are_written(setup):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = grid.plan("vit", "smoke", choice=TINY).runs[0]
-    grid.make([run], setup._replace(tensorboard=True), 1, Told())
+    grid.make([run], setup._replace(tensorboard=True), Told())
     found = events.EventAccumulator(str(setup.folder / "tensorboard" / grid.run_id(run, setup)))
     found.Reload()
     (scalar,) = found.Scalars("train_loss")
@@ -217,8 +217,9 @@ def test_tensorboard_logs_are_written(setup):
 # ---------------------------------------------------------------- cost
 
 
-def test_costs_come_from_finished_runs(tmp_path):
+def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     setup = Setup(tmp_path, "a-grid", "cpu", "some data", lanes=2)
+    monkeypatch.setattr(grid, "SECONDS", tmp_path / "seconds.json")
     run = train.Run("resnet-bn", "standard", "square_root", 100, 25, 800, 1e-4, 0, 2, samples=8_000)
     row = {"train_loss": 1.0, "lr": 1.0, "epoch": 1, "samples": 8_000, "seconds": 16.0}
     grid._store(run, [row, {**row, "epoch": 2, "samples": 16_000}], setup)
@@ -229,7 +230,11 @@ def test_costs_come_from_finished_runs(tmp_path):
     assert grid.estimate(run._replace(samples=0, epochs=1), known) == pytest.approx(50.0)
     assert grid.estimate(run._replace(batch_size=25), known) > 16.0
     assert grid.estimate(run._replace(algorithm="invariant"), known) is None
-    assert grid.costs(tmp_path, "cuda")[0].get(("resnet-bn", "standard", 100)) != 0.001
+    assert grid.costs(tmp_path, "cuda") == ({}, "")
+    grid.ship(tmp_path, "cpu")
+    shipped, source = grid.costs(tmp_path / "nothing", "cuda")
+    assert shipped == known
+    assert source.startswith("runs on ")
 
 
 # ---------------------------------------------------------------- the command

@@ -386,7 +386,7 @@ def reproduce(
     warmup: Annotated[str, typer.Option(help="Linear warm-ups in samples, with commas; 0 is none.")] = "0",
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     lanes: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once in a process; by default 4 on a GPU, 1 elsewhere.")
+        int | None, typer.Option(min=1, help="Runs at once in a process; by default 2 on a GPU, 1 elsewhere.")
     ] = None,
     shard: Annotated[str, typer.Option(help="I/N: make the I-th of N parts, about equal in work.")] = "1/1",
     budget: Annotated[
@@ -440,7 +440,8 @@ def reproduce(
             path,
             engine.value,
             graphs,
-            lanes or (4 if where == "cuda" else 1),
+            lanes or (2 if where == "cuda" else 1),
+            workers,
             None if budget is None else time.time() + budget,
             _has_tensorboard(),
         )
@@ -455,7 +456,7 @@ def reproduce(
     lines = _Lines(stderr, mine, setup)
     try:
         with lines.progress:
-            lab_grid.make(mine, setup, workers, lines.tell)
+            lab_grid.make(mine, setup, lines.tell)
         result = lab_grid.gather(plan, setup, " ".join(["invariant-adam", *sys.argv[1:]]))
         written = lab_grid.draw(setup) if figures and result["finished"] else []
     except KeyboardInterrupt:

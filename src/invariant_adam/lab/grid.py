@@ -218,7 +218,8 @@ class Setup(NamedTuple):
     path: Path | None = None  # of the dataset
     engine: str = "auto"
     graphs: bool = True
-    lanes: int = 1
+    lanes: int = 1  # runs at once in a process
+    workers: int = 1  # processes
     deadline: float | None = None  # as `time.time` has it: no run begins that would end later
     tensorboard: bool = False
 
@@ -266,7 +267,7 @@ def _store(run: Run, rows: list[Row], setup: Setup) -> None:
             "rows": clean,
             "dataset": setup.digest,
             "engine": setup.engine,
-            "lanes": setup.lanes,
+            "at_once": setup.lanes * setup.workers,
             "device_type": setup.device,
             "graphs": setup.graphs and device.type == "cuda",
             "code": record.source_digest(),
@@ -328,7 +329,7 @@ def costs(out: Path, device: str) -> tuple[Costs, str]:
         run = Run(**found["run"])
         if not run.small and not run.ramp:
             key = (run.model, run.algorithm, run.batch_size)
-            measured.setdefault(key, []).append(cost(found["rows"], found["lanes"]))
+            measured.setdefault(key, []).append(cost(found["rows"], found["at_once"]))
     if measured:
         return {key: sorted(values)[len(values) // 2] for key, values in measured.items()}, f"the runs in {out}"
     shipped = record.read_json(SECONDS) or {"rows": []}
@@ -336,17 +337,19 @@ def costs(out: Path, device: str) -> tuple[Costs, str]:
     return found_costs, f"runs on {shipped['device']}" if found_costs else ""
 
 
-def cost(rows: list[Row], lanes: int) -> float:
+def cost(rows: list[Row], at_once: int) -> float:
     """Return the seconds per sample of a finished run, by its median epoch; runs at once share the time."""
-    return sorted(row["seconds"] for row in rows)[len(rows) // 2] / rows[0]["samples"] / lanes
+    return sorted(row["seconds"] for row in rows)[len(rows) // 2] / rows[0]["samples"] / at_once
 
 
 def ship(out: Path, device: str) -> Path:
     """Keep the costs of a folder's runs with the lab, for the estimates of others."""
     known, _ = costs(out, device)
+    files = [record.read_json(path) or {} for path in out.glob("*/*-lr*.json")]
+    devices = sorted({found["device"] for found in files if found.get("device_type") == device})
     names = ("model", "algorithm", "batch_size", "seconds")
     rows = [dict(zip(names, (*key, float(f"{value:.4g}")), strict=True)) for key, value in sorted(known.items())]
-    return record.write_json(SECONDS, {**record.environment(torch.device(device)), "rows": rows})
+    return record.write_json(SECONDS, {"unit": "seconds per sample", "device": ", ".join(devices), "rows": rows})
 
 
 def estimate(run: Run, known: Costs) -> float | None:
@@ -384,7 +387,7 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
     def works() -> Iterator[tuple[Run, Any]]:
         for run in runs:
             if setup.deadline is not None:
-                needed = (estimate(run, known) or 0.0) * setup.lanes
+                needed = (estimate(run, known) or 0.0) * setup.lanes * setup.workers
                 if time.time() + needed > setup.deadline:
                     tell("skipped", run, f"it would need about {needed:.0f} s")
                     continue
@@ -412,7 +415,7 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
                 tell("error", run, f"{type(outcome).__name__}: {outcome}")
                 continue
             _store(run, outcome, setup)
-            known[run.model, run.algorithm, run.batch_size] = cost(outcome, setup.lanes)
+            known[run.model, run.algorithm, run.batch_size] = cost(outcome, setup.lanes * setup.workers)
             tell("done", run, outcome[-1])
 
 
@@ -443,17 +446,16 @@ class _Logs:
             writer.close()
 
 
-def make(runs: list[Run], setup: Setup, workers: int, tell: Tell) -> None:
+def make(runs: list[Run], setup: Setup, tell: Tell) -> None:
     """Make the runs that are not finished, in this process or in several.
 
     Args:
         runs: in the order in which they are begun.
         setup: how.
-        workers: processes; each makes `setup.lanes` runs at once.
         tell: hears of epochs and ends, in this process.
     """
     todo = [run for run in runs if finished(run, setup) is None]
-    if workers <= 1 or len(todo) <= 1:
+    if setup.workers == 1 or len(todo) <= 1:
         threads = torch.get_num_threads()
         if setup.small:
             torch.set_num_threads(1)  # layers this small lose more to the hand-over between threads than they gain
@@ -464,7 +466,7 @@ def make(runs: list[Run], setup: Setup, workers: int, tell: Tell) -> None:
         return
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     tasks, messages = context.Queue(), context.Queue()
-    count = min(workers, len(todo))
+    count = min(setup.workers, len(todo))
     for run in [*todo, *[None] * count]:
         tasks.put(run)
     threads = 1 if setup.small else max(1, torch.get_num_threads() // count)
