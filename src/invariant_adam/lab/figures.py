@@ -414,7 +414,9 @@ def _dark(colour: str) -> tuple[float, float, float]:
 
 
 def _wrap(label: str) -> str:
-    return "\n".join(textwrap.wrap(label, 32))
+    for mark in ("=", "∝"):
+        label = label.replace(f" {mark} ", f"\u00a0{mark}\u00a0")  # M = 25 stays in one piece
+    return "\n".join(textwrap.wrap(label.replace("warm-up ", "warm-up\u00a0"), 32, break_on_hyphens=False))
 
 
 def _headline(figure: Figure, model: str, text: str) -> None:
