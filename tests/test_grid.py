@@ -155,6 +155,7 @@ def test_a_run_of_another_grid_is_taken_over(setup):
     assert len(list(other.folder.glob("*.json"))) == 1
     assert grid.finished(found.runs[0], setup._replace(digest="other data")) is None
     assert grid.finished(found.runs[0]._replace(epochs=2), setup) is None
+    assert grid.finished(found.runs[0], setup._replace(precision="bfloat16")) is None
 
 
 def test_processes_make_what_one_makes(setup):

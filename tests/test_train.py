@@ -237,6 +237,16 @@ def test_the_loss_is_the_papers(sources):
     assert train.accuracy(logits, target).item() == (logits.argmax(1) == y[:20]).double().mean().item()
 
 
+@pytest.mark.parametrize("engine", ["loop", "one-pass"])
+def test_in_bfloat16_weights_stay_float32(engine, sources):
+    source = train.load("vit", CPU, small=True, found=sources["vit"].found, precision="bfloat16")
+    reduced = losses(train.finish(train.train(run("vit"), source, engine=engine)))
+    whole = losses(train.finish(train.train(run("vit"), sources["vit"], engine=engine)))
+    assert reduced == pytest.approx(whole, rel=1e-2)
+    assert reduced != whole
+    assert {p.dtype for p in train.make_model(run("vit"), source).parameters()} == {torch.float32}
+
+
 def test_a_captured_update_has_made_its_first_three(sources):
     """On a CPU nothing is captured, but the first updates are made in the same place, each prepared for its samples."""
     source = sources["resnet-ln"]

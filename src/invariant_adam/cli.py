@@ -395,6 +395,9 @@ def reproduce(
     ] = None,
     engine: Annotated[LabEngine, typer.Option(help="One pass, a loop, or whichever is faster.")] = LabEngine.auto,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Make updates CUDA graphs.")] = True,
+    precision: Annotated[
+        Precision | None, typer.Option(help="By default bfloat16 (autocast) on a GPU, float32 elsewhere.")
+    ] = None,
     device: Where = None,
     path: Annotated[Path | None, typer.Option("--data", help="Where the dataset is; see the data command.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for all grids.")] = Path("runs"),
@@ -442,6 +445,7 @@ def reproduce(
             graphs,
             lanes or (2 if where == "cuda" else 1),
             workers,
+            precision.value if precision else "bfloat16" if where == "cuda" else "float32",
             None if budget is None else time.time() + budget,
             _has_tensorboard(),
         )

@@ -220,6 +220,7 @@ class Setup(NamedTuple):
     graphs: bool = True
     lanes: int = 1  # runs at once in a process
     workers: int = 1  # processes
+    precision: str = "float32"
     deadline: float | None = None  # as `time.time` has it: no run begins that would end later
     tensorboard: bool = False
 
@@ -231,7 +232,7 @@ class Setup(NamedTuple):
 
 def run_id(run: Run, setup: Setup) -> str:
     """Return the name of a run's file: readable, and with a hash of all that its numbers depend on."""
-    depends = {**run._asdict(), "dataset": setup.digest, "device": setup.device}
+    depends = {**run._asdict(), "dataset": setup.digest, "device": setup.device, "precision": setup.precision}
     return f"{run.name}-{hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:10]}"
 
 
@@ -269,6 +270,7 @@ def _store(run: Run, rows: list[Row], setup: Setup) -> None:
             "engine": setup.engine,
             "at_once": setup.lanes * setup.workers,
             "device_type": setup.device,
+            "precision": setup.precision,
             "graphs": setup.graphs and device.type == "cuda",
             "code": record.source_digest(),
             **record.environment(device),
@@ -305,7 +307,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
         "samples": grid.runs[0].samples or "all",
         "dataset": {"name": "made-up" if grid.small else TASKS[grid.model].dataset, "sha256": setup.digest},
         "devices": devices,
-        "precision": "bfloat16" if setup.device == "cuda" else "float32",
+        "precision": setup.precision,
         "seconds": sum(row["seconds"] for found in done.values() for row in found["rows"]),
         **record.provenance(),
     }
@@ -396,7 +398,9 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
                 if found is None and setup.path is not None:
                     read = data.cifar10 if TASKS[run.model].dataset == "cifar10" else data.tinyshakespeare
                     found = read(setup.path)[0]
-                sources[run.model] = train.load(run.model, device, small=setup.small, found=found)
+                sources[run.model] = train.load(
+                    run.model, device, small=setup.small, found=found, precision=setup.precision
+                )
             log = writers.open(run)
 
             def on_epoch(row: Row, run: Run = run, log: Callable[[Row], None] = log) -> None:

@@ -25,7 +25,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -179,10 +179,18 @@ class Source:
         task: how it is augmented.
         device: where it goes.
         context: characters of a sequence, where it is a text.
+        precision: "float32", or "bfloat16" for autocast with float32 weights.
     """
 
-    def __init__(self, found: data.Images | data.Text, task: Task, device: torch.device, context: int = 0) -> None:
-        self.task, self.device, self.context = task, device, context
+    def __init__(
+        self,
+        found: data.Images | data.Text,
+        task: Task,
+        device: torch.device,
+        context: int = 0,
+        precision: str = "float32",
+    ) -> None:
+        self.task, self.device, self.context, self.precision = task, device, context, precision
         moved = {name: part.to(device) for name, part in found._asdict().items() if isinstance(part, Tensor)}
         self.found: data.Images | data.Text = found._replace(**moved)  # type: ignore[arg-type]
         if device.type == "cuda":
@@ -247,6 +255,12 @@ class Source:
             for part in self._sequences(self.found.test_ids, 0).split(TEST_BATCH // 4):
                 yield (part,)
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which models run."""
+        if self.precision == "bfloat16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
     def inputs(self, samples: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return what a model takes and what it should answer."""
         if not isinstance(self.found, data.Images):
@@ -266,7 +280,14 @@ def accuracy(logits: Tensor, y: Tensor) -> Tensor:
     return (logits.argmax(-1) == y).double().mean()
 
 
-def load(model: str, device: torch.device, *, small: bool = False, found: Any = None) -> Source:
+def default_precision(device: torch.device) -> str:
+    """Return what models run in unless told otherwise."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def load(
+    model: str, device: torch.device, *, small: bool = False, found: Any = None, precision: str | None = None
+) -> Source:
     """Return the dataset of a model on a device.
 
     Args:
@@ -274,6 +295,7 @@ def load(model: str, device: torch.device, *, small: bool = False, found: Any = 
         device: where it goes.
         small: the model is the small one.
         found: images or a text to use instead of the model's own dataset.
+        precision: by default bfloat16 on a GPU and float32 elsewhere.
     """
     task = TASKS[model]
     if found is None:
@@ -281,7 +303,7 @@ def load(model: str, device: torch.device, *, small: bool = False, found: Any = 
     context = 0
     if isinstance(found, data.Text):
         context = (task.small if small else {}).get("context", 256)
-    return Source(found, task, device, context)
+    return Source(found, task, device, context, precision or default_precision(device))
 
 
 def make_model(run: Run, source: Source) -> nn.Module:
@@ -379,7 +401,6 @@ class Update:
     ) -> None:
         self.model, self.optimizer, self.source, self.epoch = model, optimizer, source, epoch
         self.smoothing = TASKS[run.model].smoothing
-        self.precision = torch.bfloat16 if source.device.type == "cuda" else None
         batch, M = optimizer.batch, run.micro_batch_size
         invariant = isinstance(optimizer.inner, ia.InvariantAdam)
         self.one_pass = M if invariant and batch > M and chooses_one_pass(run.model, source.device, engine) else 0
@@ -396,8 +417,7 @@ class Update:
         samples = tuple(part.index_select(0, epoch.place + self.rows) for part in epoch.samples)
         x, y = self.source.inputs(samples)
         losses, logits = [], []
-        mode = torch.autocast(self.source.device.type, self.precision) if self.precision else nullcontext()
-        with mode:  # once around all micro-batches: weights are cast once per update
+        with self.source.autocast():  # once around all micro-batches: weights are cast once per update
             for piece, target in zip(x.split(self.piece), y.split(self.piece), strict=True):
                 with (
                     ia.one_pass(self.model, self.one_pass, into=cast(ia.InvariantAdam, inner))
@@ -580,8 +600,7 @@ def evaluate(model: nn.Module, source: Source) -> Tensor:
     totals = torch.zeros(2, dtype=torch.float64, device=source.device)
     count = 0
     model.eval()
-    gpu = source.device.type == "cuda"
-    with torch.autocast("cuda", torch.bfloat16) if gpu else nullcontext():
+    with source.autocast():
         for samples in source.test():
             x, y = source.inputs(samples)
             logits = model(x)
