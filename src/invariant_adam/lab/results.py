@@ -34,7 +34,7 @@ NAMES = {
     "accumulate": "Standard Adam, accumulated",
     "micro": "Micro Adam",
     "adama": "AdamA",
-    "halflife": "Adam, half-lives in samples",
+    "halflife": "Adam, half-life of v in samples",
 }
 MODELS = {
     "resnet-bn": "ResNet-18, batch norm",
