@@ -81,7 +81,11 @@ def source(name, result):
 
 def what(row):
     options = "".join(f", {key}={value}" for key, value in row["options"].items())
-    how = (", compiled" if row["compiled"] else "") + (", float32" if row["precision"] == "float32" else "")
+    how = (
+        (", compiled" if row["compiled"] else "")
+        + (", CUDA graph" if row.get("graph") else "")
+        + (", float32" if row["precision"] == "float32" else "")
+    )
     return f"{NAMES[row['model']]}{options}, B={row['batch']}{how}"
 
 

@@ -1,5 +1,6 @@
 import inspect
 import json
+import threading
 
 import pytest
 import torch
@@ -54,6 +55,43 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path):
     added = [(row["method"], row["micro_batch"]) for row in second["rows"][2:]]
     assert added == [("one-pass", 2), ("loop", 1), ("one-pass", 1)]
     assert bench("one-pass", *GPT, *SMALL, *more, out=out) == second
+
+
+def test_commands_started_together_share_a_file(tmp_path):
+    out = tmp_path / "rows.json"
+    how = [*SMALL, "--methods", "plain", "--rounds", "1", "--together", "2", "--out", str(out)]
+    others = [
+        threading.Thread(target=python, args=("-m", "invariant_adam", "bench", "one-pass", *m, *how))
+        for m in (GPT, RESNET)
+    ]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert {row["model"] for row in json.loads(out.read_text())["rows"]} == {"gpt-char", "resnet18"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--together", "2"], "--together needs the --out"),
+        (["--together", "2", "--out", "x.json", "--model", "resnet18"], "one --model each"),
+        (["--graph"], "--graph captures updates in CUDA graphs"),
+    ],
+)
+def test_one_pass_refuses(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("bench", "one-pass", *SMALL, "--model", "gpt-char", *arguments)
+    assert result.exit_code != 0
+    assert words in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_graphs_are_timed_beside_a_graph(tmp_path):
+    how = ["--device", "cuda", *SIZES, "--eager", "--graph", "--methods", "plain,one-pass,into", "--rounds", "1"]
+    told = bench("one-pass", *GPT, *how, out=tmp_path / "rows.json")
+    assert [row.get("error") for row in told["rows"]] == [None] * 3
 
 
 def test_rows_of_other_code_or_with_an_error_are_measured_again(tmp_path):

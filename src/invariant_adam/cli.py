@@ -512,6 +512,7 @@ MicroBatches = Annotated[
     list[int] | None, typer.Option("--micro-batch", min=1, help="Samples in a micro-batch; may be repeated.")
 ]
 Compiled = Annotated[bool | None, typer.Option("--compile/--eager", help="By default compiled on a GPU.")]
+Graph = Annotated[bool, typer.Option("--graph", help="Capture each update, plain ones too, in a CUDA graph.")]
 InPrecision = Annotated[
     Precision | None, typer.Option("--precision", help="By default bfloat16 (autocast) on a GPU, float32 elsewhere.")
 ]
@@ -530,11 +531,20 @@ def bench_one_pass(
         str, typer.Option(help="Some of plain, accumulate, loop, one-pass, into, with commas.")
     ] = "plain,loop,one-pass,into",
     compiled: Compiled = None,
+    graph: Graph = False,
     precision: InPrecision = None,
     options: Sets = None,
     device: Where = None,
     rounds: Rounds = 10,
     out: Out = None,
+    together: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many such commands were started at once with one --out: they compile side by side, wait for "
+            "each other, and time in turn.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time a training step of each method over one plain pass with fused AdamW.
@@ -547,16 +557,22 @@ def bench_one_pass(
     Example: [cyan]invariant-adam bench one-pass --model gpt2-124m --micro-batch 1 --micro-batch 4 --compile[/cyan]
     """
     from .lab import bench_one_pass as bench
+    from .lab.timing import Turn
 
     where = _device(device)
     try:
         chosen = bench.check_methods(_words(methods))
-        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where)
+        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where, graph)
+        if together and out is None:
+            raise ValueError("--together needs the --out that the commands share")
+        if together and len({case.model for case in wanted}) > 1:
+            raise ValueError("--together is for commands of one --model each: a second would be compiled during timing")
     except ValueError as error:
         _fail(error)
+    turn = Turn(out.with_suffix(".turns"), together) if together and out else None
     rows = _rows(out, "one-pass", where, "a training step over one plain pass with torch.optim.AdamW(fused=True)")
     todo = bench.jobs(wanted, chosen, rows)
-    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, rounds=rounds, tell=tell), bench, as_json)
+    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, rounds=rounds, tell=tell, turn=turn), bench, as_json)
 
 
 @bench_app.command("step")
@@ -694,6 +710,7 @@ def _cases(
     precision: Precision | None,
     options: list[str] | None,
     device: str,
+    graph: bool = False,
 ) -> list[Case]:
     from .lab.bench_one_pass import USUAL, cases
 
@@ -706,6 +723,7 @@ def _cases(
         precision=precision.value if precision else "bfloat16" if gpu else "float32",
         compiled=gpu if compiled is None else compiled,
         options=dict(_option(text) for text in options or ()),
+        graph=graph,
     )
 
 

@@ -64,6 +64,7 @@ class Case:
         device: "cuda" or "cpu".
         precision: "bfloat16" for autocast, or "float32".
         compiled: whether the model is compiled.
+        graph: whether a whole update is one CUDA graph, plain ones too.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Case:
     precision: str = "bfloat16"
     compiled: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    graph: bool = False
 
     def settings(self, method: str) -> dict[str, Any]:
         """What a row of this case is known by; a plain pass has no micro-batch."""
@@ -84,6 +86,7 @@ class Case:
             "precision": self.precision,
             "compiled": self.compiled,
             "method": method,
+            "graph": self.graph,
         }
 
     def __str__(self) -> str:
@@ -99,9 +102,12 @@ def cases(
     precision: str,
     compiled: bool,
     options: dict[str, Any] | None = None,
+    graph: bool = False,
 ) -> list[Case]:
     """Return the cases that these choices mean, each of which can be built."""
     found = []
+    if graph and device != "cuda":
+        raise ValueError(f"--graph captures updates in CUDA graphs, which --device {device} has not; leave it out")
     for model in models:
         if model not in MODELS:
             raise ValueError(f"no --model is named {model!r}; there are {', '.join(MODELS)}")
@@ -120,7 +126,7 @@ def cases(
                     f"--micro-batch {size} does not divide --batch {samples}; use --batch {-(-samples // size) * size} "
                     f"or --micro-batch {math.gcd(size, samples)}"
                 )
-            found.append(Case(model, samples, size, device, precision, compiled, options or {}))
+            found.append(Case(model, samples, size, device, precision, compiled, options or {}, graph))
     return found
 
 
@@ -152,6 +158,7 @@ class Update:
 
     def __init__(self, case: Case, method: str) -> None:
         self.case, self.method = case, method
+        self.replay: Callable[[], Tensor] | None = None
         torch.manual_seed(0)
         device = torch.device(case.device)
         with device:
@@ -172,7 +179,7 @@ class Update:
         self.optimizer: torch.optim.Optimizer
         if method in ("plain", "accumulate"):
             fused = case.device != "meta"  # where only operations are counted
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused, capturable=case.graph)
         else:
             self.optimizer = ia.InvariantAdam(
                 self.model.parameters(), lr=1e-4, weight_decay=0.01, micro_batch_size=case.micro_batch
@@ -208,9 +215,34 @@ class Update:
 
     def __call__(self) -> Tensor:
         """Make one update and return the last loss."""
+        if self.case.graph:
+            if self.replay is None:
+                self.replay = self._capture()
+            return self.replay()
+        return self._once()
+
+    def _once(self) -> Tensor:
         loss = self.gather()
         self.step()
         return loss
+
+    def _capture(self) -> Callable[[], Tensor]:
+        if isinstance(self.optimizer, ia.InvariantAdam):
+            return ia.capture(self.optimizer, self._once)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._once()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._once()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
 
 
 class _Ready:
@@ -238,7 +270,7 @@ class _Ready:
 
 def model_flops(case: Case) -> int:
     """Return the floating-point operations of the products in one update: forward and backward over the mini-batch."""
-    small = replace(case, batch=2, micro_batch=2, device="meta", precision="float32", compiled=False)
+    small = replace(case, batch=2, micro_batch=2, device="meta", precision="float32", compiled=False, graph=False)
     with FlopCounterMode(display=False) as counter:
         Update(small, "plain").gather()
     return int(counter.get_total_flops()) * case.batch // 2
@@ -250,7 +282,7 @@ HEAD = ("method", "M", "ms", "× plain", "TFLOP/s", "of a GEMM", "peak GiB", "fi
 def title(row: dict[str, Any]) -> str:
     """Return what a row was measured on."""
     options = "".join(f" {key}={value}" for key, value in row["options"].items())
-    how = "compiled" if row["compiled"] else "eager"
+    how = ("compiled" if row["compiled"] else "eager") + (", CUDA graph" if row.get("graph") else "")
     return f"{row['model']}{options}, B = {row['batch']}, {row['precision']}, {how}"
 
 
@@ -287,38 +319,84 @@ def jobs(wanted: list[Case], methods: list[str], rows: Rows) -> list[Job]:
     return found
 
 
-def measure(todo: list[Job], rows: Rows, *, rounds: int, tell: Tell) -> Iterator[dict[str, Any]]:
-    """Measure method by method and yield each row once it is written.
+def measure(
+    todo: list[Job], rows: Rows, *, rounds: int, tell: Tell, turn: timing.Turn | None = None
+) -> Iterator[dict[str, Any]]:
+    """Measure case by case and yield each row once it is written.
 
-    A method that fails gives a row with its error, and the others go on.
+    The methods of a case are made ready first, which compiles and checks them, then timed. A method that fails gives a
+    row with its error, and the others go on.
+
+    Args:
+        todo: what to measure.
+        rows: where to write it.
+        rounds: how often each method is timed.
+        tell: is told what goes on.
+        turn: waits, once the first case is ready, until the machine is this command's alone.
     """
     if not todo:
-        return
+        with turn or nullcontext():
+            return
     device = torch.device(todo[0][0].device)
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    with timing.fast_math(), torch._dynamo.config.patch({limit: 64}):
-        tell("measuring the ceilings of the machine")
-        ceilings = timing.ceilings(device, getattr(torch, todo[0][0].precision))
-        plain: tuple[dict[str, Any], _Ready] | None = None
-        for case, method in todo:
-            settings = case.settings(method)
-            base = case.settings("plain")
-            try:
-                if plain is None or plain[0] != base:
-                    plain = None
-                    _clear(case)
-                    tell(f"{case}: plain")
-                    plain = base, _Ready(case, "plain")
+    ceilings: timing.Ceilings | None = None
+    with timing.fast_math(), torch._dynamo.config.patch({limit: 64}), turn or nullcontext():
+        for jobs_of_case in _by_plain(todo):
+            _clear(jobs_of_case[0][0])
+            ready = _prepare(jobs_of_case, tell)
+            if turn is not None and ceilings is None:
+                tell("waiting for the others")
+                turn.wait()
+                rows.read()
+            if ceilings is None:
+                tell("measuring the ceilings of the machine")
+                ceilings = timing.ceilings(device, getattr(torch, todo[0][0].precision))
+            for case, method in jobs_of_case:
                 tell(f"{case}: {method}")
-                measured = _against(plain[1], case, method, rounds, ceilings)
-            except Exception as error:  # out of memory, refused, not to be compiled
-                measured = failure(error)
-            yield rows.add(settings, measured)
+                own, plain = ready[case.micro_batch, method], ready[None, "plain"]
+                try:
+                    if isinstance(plain, Exception):
+                        raise plain
+                    if isinstance(own, Exception):
+                        raise own
+                    measured = _against(plain, own, case, method, rounds, ceilings)
+                except Exception as error:  # out of memory, refused, not to be compiled
+                    measured = failure(error)
+                yield rows.add(case.settings(method), measured)
+            del ready
 
 
-def _against(plain: _Ready, case: Case, method: str, rounds: int, ceilings: timing.Ceilings) -> dict[str, Any]:
+def _by_plain(todo: list[Job]) -> list[list[Job]]:
+    """The jobs in lists that share a plain pass."""
+    found: list[list[Job]] = []
+    for case, method in todo:
+        if not found or found[-1][0][0].settings("plain") != case.settings("plain"):
+            found.append([])
+        found[-1].append((case, method))
+    return found
+
+
+def _prepare(todo: list[Job], tell: Tell) -> dict[tuple[int | None, str], _Ready | Exception]:
+    """Make plain and the methods ready, by micro-batch size (None for plain) and method; errors in their place."""
+    ready: dict[tuple[int | None, str], _Ready | Exception] = {}
+    for case, method in [(todo[0][0], "plain"), *todo]:
+        key = (None if method == "plain" else case.micro_batch, method)
+        if key not in ready:
+            tell(f"{case}: {method} made ready")
+            try:
+                ready[key] = _Ready(case, method)
+            except Exception as error:
+                ready[key] = error
+    for case, method in todo:
+        if method == "plain":
+            ready[case.micro_batch, method] = ready[None, method]
+    return ready
+
+
+def _against(
+    plain: _Ready, ready: _Ready, case: Case, method: str, rounds: int, ceilings: timing.Ceilings
+) -> dict[str, Any]:
     device = torch.device(case.device)
-    ready = plain if method == "plain" else _Ready(case, method)
     taken = timing.interleaved(
         {"plain": plain.update, method: ready.update},
         device,

@@ -6,11 +6,14 @@ training; on the CPU `perf_counter`'s.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +95,34 @@ def interleaved(
         for name in order.sample(list(work), len(work)):
             times[name].append(clock(work[name], device, calls[name]))
     return {name: Taken(statistics.median(t), min(t), rounds, calls[name]) for name, t in times.items()}
+
+
+class Turn:
+    """Lets several commands get ready at once and time one after the other, each with the machine to itself.
+
+    Args:
+        folder: common to the commands; new for each set of them.
+        number: of commands.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number = folder, number
+
+    def __enter__(self) -> Turn:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "turn").open("w")
+        return self
+
+    def wait(self) -> None:
+        """Say that this command is ready, and wait for the others to be and for its turn."""
+        (self.folder / f"ready-{os.getpid()}").touch()
+        while len(list(self.folder.glob("ready-*"))) < self.number:
+            time.sleep(0.2)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __exit__(self, *exception: object) -> None:
+        (self.folder / f"ready-{os.getpid()}").touch()  # one that failed keeps nobody waiting
+        self._lock.close()
 
 
 def captured(work: Work) -> Work:
