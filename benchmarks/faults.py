@@ -367,7 +367,8 @@ def silence(args, folder):
             others = [p for rank, p in enumerate(processes) if rank != fault["rank"]]
             run.wait(lambda: all(p.poll() is not None for p in others))  # noqa: B023
         (kill,), errors = run.ledger.read("kill"), run.ledger.read("error")
-        messages = {str(fact["rank"]): fact["message"] for fact in errors}
+        # Without the paths of the machine that built torch.
+        messages = {str(fact["rank"]): re.sub(r"/\S+/", "", fact["message"]) for fact in errors}
         seconds = max(fact["time"] for fact in errors) - kill["time"]
         codes = [p.returncode for p in others]
         rows.append({"rank_1": name, "seconds": round(seconds, 1), "exit_codes": codes, "errors": messages})

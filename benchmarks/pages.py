@@ -241,8 +241,7 @@ def silence_rows():
         yield "| rank 1 is | the others have stopped after | with |"
         yield "|---|---|---|"
         for row in rows:
-            message = row["errors"]["0"].split(": ", 1)[1]
-            yield f"| {row['rank_1']} | {row['seconds']:.1f} s | {message} |"
+            yield f"| {row['rank_1']} | {row['seconds']:.1f} s | {row['errors']['0'].split(' The transport')[0]} |"
         yield ""
 
 

@@ -88,7 +88,8 @@ def start(args):
         torch.cuda.set_device(device)
     if args.mode == "single":
         return 0, 1, device
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    # Beside NCCL, gloo for what is counted on the host, so that no update waits for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -117,7 +118,7 @@ def loss_of(model, x, y):
 
 
 def update(args, model, optimizer, data, rank, ranks, device):
-    """Run one update, this rank's share of it; return the loss of that share."""
+    """Run this rank's share of one update; return the share's loss and the samples of the whole."""
     seen = optimizer.samples_seen
     batch = min(args.batch * 2 ** ((args.ramp + 1) * seen // args.samples), args.samples - seen)
     kappa = batch // args.micro_batch
@@ -127,13 +128,14 @@ def update(args, model, optimizer, data, rank, ranks, device):
     total = 0.0
     if mine:
         x, y = (part.to(device) for part in data[mine])
-        if args.loop or args.mode == "fsdp2":
+        if args.loop:
             for xs, ys in zip(x.split(args.micro_batch), y.split(args.micro_batch), strict=True):
                 loss = loss_of(model, xs, ys)
                 loss.backward()
                 total += loss.detach() * args.micro_batch / len(mine)
         else:
-            with ia.one_pass(getattr(model, "module", model), args.micro_batch, into=optimizer):
+            # The first pass checks itself against the loop, in all modes but FSDP2, where ranks move in step.
+            with ia.one_pass(model, args.micro_batch, check=args.mode != "fsdp2"):
                 loss = loss_of(model, x, y)
                 loss.backward()
             total = loss.detach()

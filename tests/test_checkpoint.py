@@ -1,5 +1,9 @@
+import os
 import pickle
 import shutil
+import signal
+import warnings
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -168,3 +172,60 @@ def test_a_checkpoint_may_be_moved(tmp_path):
     path = distributed.save(tmp_path / "here", model, opt)
     shutil.copytree(path, tmp_path / "there" / Path(path).name)
     assert distributed.load_latest(tmp_path / "there", model, opt) is not None
+
+
+STEPS = ("mkdir", "fsync", "rename", "unlink", "rmdir")  # what save() asks of the file system, beside writing
+
+
+def save_and_die(folder, model, opt, call):
+    """Save in a child process that is killed before the given one of its `STEPS`; return whether it was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads: the test runner's wait only
+        child = os.fork()
+    if child == 0:
+        try:
+            calls = count()
+
+            def deadly(function):
+                def step(*args, **kwargs):
+                    if next(calls) == call:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return function(*args, **kwargs)
+
+                return step
+
+            for name in STEPS:
+                setattr(os, name, deadly(getattr(os, name)))
+            distributed.save(folder, model, opt, keep=1)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def test_a_writer_that_dies_at_any_step_leaves_the_old_checkpoint_or_the_new(tmp_path):
+    model, opt, _ = build()
+    train(model, opt, 1)
+    first = distributed.save(tmp_path / "first", model, opt)
+    train(model, opt, 1, 2)
+    expected = state(model, opt)
+    found = []
+    for call in count():
+        folder = tmp_path / str(call)
+        shutil.copytree(first.parent, folder)
+        killed = save_and_die(folder, model, opt, call)
+        again, opt2, _ = build(seed=1)
+        found.append(distributed.load_latest(folder, again, opt2).name)
+        train(again, opt2, opt2.samples_seen // 4, 2)  # what the dead one had not saved
+        assert all(torch.equal(a, b) for a, b in zip(expected, state(again, opt2), strict=True))
+        if not killed:
+            break
+        if found[-1] == first.name:
+            distributed.save(folder, again, opt2, keep=1)
+        else:
+            train(again, opt2, 2, 3)
+            distributed.save(folder, again, opt2, keep=1)
+        assert len(list(folder.iterdir())) == 1  # leftovers are gone
+    assert len(found) > 6
+    assert found == sorted(found)  # once the new one is there, it stays
+    assert len(set(found)) == 2

@@ -87,3 +87,16 @@ def test_a_text_of_ones_own(tmp_path):
     text.write_text("to be or not to be, that is the question. " * 200)
     shown = train(tmp_path / "out", f"--text={text}", "--ramp=0")
     assert held_out(shown) < torch.log(torch.tensor(16.0))  # the characters in it
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("by", ["--ramp=1", "--loop"])  # one pass, or a loop
+def test_it_runs_on_a_gpu_as_it_is(tmp_path, mode, by):
+    arguments = (f"--mode={mode}", "--dtype=float32", by)
+    shown = train(tmp_path, *arguments, ranks=0 if mode == "single" else 1)
+    assert "cuda: from the start" in shown
+    assert held_out(shown) < 4.6
+    again = train(tmp_path, *arguments, ranks=0 if mode == "single" else 1)
+    assert "from samples-000000000360" in again
+    assert held_out(again) == held_out(shown)

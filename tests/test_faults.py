@@ -21,7 +21,6 @@ def run(tmp_path, *arguments):
 @pytest.mark.parametrize(("mode", "kills"), [("ddp", 10), ("fsdp2", 4)])
 def test_a_killed_run_ends_where_the_undisturbed_one_does(tmp_path, mode, kills):
     result = run(tmp_path, "kills", "--mode", mode, "--kills", str(kills))
-    assert [row["kind"] for row in result["rows"]].count("write") >= 1
     assert {"fold", "reduction", "write", "any moment"} == {row["kind"] for row in result["rows"]}
     assert len(result["rows"]) == kills
     for row in result["rows"]:
