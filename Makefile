@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format verify clean
+.PHONY: help demo test test-slow lint format verify smoke clean
 .DELETE_ON_ERROR:
 
 help: ## Show the targets
@@ -18,6 +18,9 @@ demo: $(VENV)/lab ## Train at five batch sizes with both optimizers; figure and 
 
 verify: $(VENV)/lab ## Check the paper's theorems numerically
 	$(BIN)/invariant-adam verify
+
+smoke: $(VENV)/lab ## Run the paper's experiments in small, figures and report included; into runs
+	for model in resnet-bn resnet-ln vit gpt; do $(THREADS) $(BIN)/invariant-adam reproduce $$model --preset smoke || exit 1; done
 
 test: $(VENV)/dev ## Run the tests, without the slow ones and those that need a GPU
 	$(THREADS) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
