@@ -36,6 +36,20 @@ def test_products_and_squares(kappa, rows, m, n, weighted, dtype):
         assert (got.double() - want).norm() / want.norm() < TOLERANCE[dtype]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies in float32")
+def test_tf32_is_rounded_not_cut_off():
+    G, X = (torch.randn(6, 256, w, device=DEVICE) for w in (192, 136))
+    products = G.double().transpose(1, 2) @ X.double()
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        got = triton_twin.gemm_square(G, X)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    for tensor, want in zip(got, (products.sum(0), products.square().sum(0)), strict=True):
+        assert 1e-6 < (tensor.double() - want).norm() / want.norm() < 1e-3
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_pieces_add_up_to_the_whole_tile(monkeypatch, size):
     """Tiles cut into pieces of any size, the last one shorter: nothing lost, nothing twice, the same every time."""

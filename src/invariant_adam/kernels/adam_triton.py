@@ -27,12 +27,14 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @triton.jit
-def _fold_block(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
-    """m ← keep₁m + gain₁g, v ← keep₂v + gain₂g² on one block; what would poison them counts as zero.
+def _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
+    """m ← keep₁m + gain₁g, v ← keep₂v + gain₂g² on one block, not stored yet, and where g counted as zero.
 
-    `inside` is None for a block that is full: without a mask the loads are 16 bytes wide whatever the tensor's size.
+    That is where it would poison them. `inside` is None for a block that is full: without a mask the loads are 16 bytes
+    wide whatever the tensor's size. Everything is read before anything is written: a read cannot pass a write.
     """
     x = tl.load(g + at, mask=inside).to(tl.float32)
+    first, second = tl.load(m + at, mask=inside), tl.load(v + at, mask=inside)
     good = tl.abs(x) < limit  # NaN is not below anything
     if HAS_S:
         square = tl.load(s + at, mask=inside)
@@ -42,25 +44,51 @@ def _fold_block(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit
     else:
         x = tl.where(good, x, 0.0)
         square = x * x
-    first = keep1 * tl.load(m + at, mask=inside) + gain1 * x
-    second = keep2 * tl.load(v + at, mask=inside) + gain2 * square
-    tl.store(m + at, first, mask=inside)
-    tl.store(v + at, second, mask=inside)
     bad = good == 0
     if inside is not None:
         bad = bad & inside
-    bad_here = tl.sum(bad.to(tl.int32), 0)
-    if bad_here > 0:
-        tl.atomic_add(count, bad_here.to(tl.int64))
-    return first, second
+    return keep1 * first + gain1 * x, keep2 * second + gain2 * square, bad
 
 
 @triton.jit
-def _step_block(w, first, second, at, inside, size, eps, decay, W: tl.constexpr):
-    """w ← decay·w − size·m/(√v + eps) on one block, m and v at hand."""
-    x = tl.load(w + at, mask=inside).to(tl.float32)
-    move = first / (tl.sqrt(second) + eps)
-    tl.store(w + at, (decay * x - size * move).to(W), mask=inside)
+def _count(bad, count):
+    """Add up what was left out."""
+    here = tl.sum(bad.to(tl.int32), 0)
+    if here > 0:
+        tl.atomic_add(count, here.to(tl.int64))
+
+
+@triton.jit
+def _moved(x, first, second, size, eps, decay, W: tl.constexpr):
+    """decay·w − size·m/(√v + eps)."""
+    return (decay * x.to(tl.float32) - size * (first / (tl.sqrt(second) + eps))).to(W)
+
+
+@triton.jit
+def _fold_and_store(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
+    first, second, bad = _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S)
+    tl.store(m + at, first, mask=inside)
+    tl.store(v + at, second, mask=inside)
+    _count(bad, count)
+
+
+@triton.jit
+def _step_and_store(w, m, v, at, inside, size, eps, decay, W: tl.constexpr):
+    first, second = tl.load(m + at, mask=inside), tl.load(v + at, mask=inside)
+    tl.store(w + at, _moved(tl.load(w + at, mask=inside), first, second, size, eps, decay, W), mask=inside)
+
+
+@triton.jit
+def _fold_step_and_store(
+    w, g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit, size, eps, decay,
+    W: tl.constexpr, HAS_S: tl.constexpr,
+):  # fmt: skip
+    x = tl.load(w + at, mask=inside)
+    first, second, bad = _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S)
+    tl.store(m + at, first, mask=inside)
+    tl.store(v + at, second, mask=inside)
+    tl.store(w + at, _moved(x, first, second, size, eps, decay, W), mask=inside)
+    _count(bad, count)
 
 
 @triton.jit
@@ -102,9 +130,9 @@ def _fold(
     m, v = _pointer(row, 2, tl.float32), _pointer(row, 3, tl.float32)
     at = first + tl.arange(0, SIZE)
     if first + SIZE <= n:
-        _fold_block(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
     else:
-        _fold_block(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
 
 
 @triton.jit
@@ -114,9 +142,9 @@ def _fold_one(g, s, m, v, n, slots, count, keep1, keep2, gain1, gain2, limit, HA
     first = tl.program_id(0).to(tl.int64) * SIZE
     at = first + tl.arange(0, SIZE)
     if first + SIZE <= n:
-        _fold_block(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
     else:
-        _fold_block(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
 
 
 @triton.jit
@@ -127,10 +155,9 @@ def _step(tensors, blocks, sizes, slots, size, eps, decay, W: tl.constexpr, SIZE
     w, m, v = _pointer(row, 0, W), _pointer(row, 1, tl.float32), _pointer(row, 2, tl.float32)
     at = first + tl.arange(0, SIZE)
     if first + SIZE <= n:
-        _step_block(w, tl.load(m + at), tl.load(v + at), at, None, size, eps, decay, W)
+        _step_and_store(w, m, v, at, None, size, eps, decay, W)
     else:
-        inside = at < n
-        _step_block(w, tl.load(m + at, mask=inside), tl.load(v + at, mask=inside), at, inside, size, eps, decay, W)
+        _step_and_store(w, m, v, at, at < n, size, eps, decay, W)
 
 
 @triton.jit
@@ -146,11 +173,13 @@ def _fold_step(
     m, v = _pointer(row, 3, tl.float32), _pointer(row, 4, tl.float32)
     at = first + tl.arange(0, SIZE)
     if first + SIZE <= n:
-        a, b = _fold_block(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
-        _step_block(w, a, b, at, None, size, eps, decay, W)
+        _fold_step_and_store(
+            w, g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, size, eps, decay, W, HAS_S
+        )
     else:
-        a, b = _fold_block(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
-        _step_block(w, a, b, at, at < n, size, eps, decay, W)
+        _fold_step_and_store(
+            w, g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, size, eps, decay, W, HAS_S
+        )
 
 
 def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:

@@ -32,7 +32,7 @@ from . import tuning
 from .adam import Target
 from .adam_triton import LIMIT
 from .conv_square import Geometry
-from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _stages
+from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _round_tf32, _stages
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -134,6 +134,8 @@ def _conv_square(
                     yy, xx = y + dy, x + dx
                     inside = ((rows < R) & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W))[:, None] & exists[None, :]
                 v = tl.load(there, mask=inside, other=0.0)
+            if PRECISION == "tf32" and g.dtype == tl.float32:
+                g, v = _round_tf32(g), _round_tf32(v)
             product = tl.dot(g.trans(), v, product, input_precision=PRECISION)
         total += product
         if HAS_C:
@@ -224,22 +226,41 @@ def _leave(
     BM: tl.constexpr, BN: tl.constexpr, FLAT: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """Leave the sums of a piece in the workspace, those of a whole tile where they belong."""
-    if cut:
-        here = partial + (piece * rest + tile - whole).to(tl.int64) * (2 * BM * BN)
-        here += tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-        tl.store(here, total)
-        tl.store(here + BM * BN, squares)
-    else:
-        j, m, n, tap = _place(tile, CO, CI, KH * KW, BM, BN, FLAT)
-        taps, channels, exists = _columns(n, tap, CI, KH * KW, BN, FLAT)
-        rm = m + tl.arange(0, BM)
-        at = (j * CO + rm)[:, None] * s0 + (channels * s1 + taps // KW * s2 + taps % KW * s3)[None, :]
-        mask = (rm < CO)[:, None] & exists[None, :]
-        if INTO:
-            _fold_tile(D + at, S + at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit)
+    if partial is not None:  # it is None when no tile is cut, which is known when the kernel is compiled
+        if cut:
+            here = partial + (piece * rest + tile - whole).to(tl.int64) * (2 * BM * BN)
+            here += tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+            tl.store(here, total)
+            tl.store(here + BM * BN, squares)
         else:
-            tl.store(D + at, total, mask=mask)
-            tl.store(S + at, squares, mask=mask)
+            _deliver(
+                total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
+                CI, KH, KW, BM, BN, FLAT, INTO,
+            )  # fmt: skip
+    else:
+        _deliver(
+            total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
+            CI, KH, KW, BM, BN, FLAT, INTO,
+        )  # fmt: skip
+
+
+@triton.jit
+def _deliver(
+    total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
+    CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, FLAT: tl.constexpr, INTO: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a whole tile, or fold them into the moments."""
+    j, m, n, tap = _place(tile, CO, CI, KH * KW, BM, BN, FLAT)
+    taps, channels, exists = _columns(n, tap, CI, KH * KW, BN, FLAT)
+    rm = m + tl.arange(0, BM)
+    at = (j * CO + rm)[:, None] * s0 + (channels * s1 + taps // KW * s2 + taps % KW * s3)[None, :]
+    mask = (rm < CO)[:, None] & exists[None, :]
+    if INTO:
+        _fold_tile(D + at, S + at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit)
+    else:
+        tl.store(D + at, total, mask=mask)
+        tl.store(S + at, squares, mask=mask)
 
 
 @triton.jit

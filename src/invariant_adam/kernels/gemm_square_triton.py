@@ -75,6 +75,8 @@ def _gemm_square(
                 inside = (r + rk < R)[:, None]
                 g = tl.load(G + rows[:, None] * M + rm[None, :], mask=inside & (rm < M)[None, :], other=0.0)
                 x = tl.load(X + rows[:, None] * N + rn[None, :], mask=inside & (rn < N)[None, :], other=0.0)
+            if PRECISION == "tf32" and g.dtype == tl.float32:
+                g, x = _round_tf32(g), _round_tf32(x)
             product = tl.dot(g.trans(), x, product, input_precision=PRECISION)
         total += product
         if HAS_C:
@@ -95,6 +97,12 @@ def _gemm_square(
         else:
             tl.store(D + at, total, mask=inside)
             tl.store(S + at, squares, mask=inside)
+
+
+@triton.jit
+def _round_tf32(x):
+    """Round to the nearest tf32: the tensor cores only cut bits off, and all squares would come out too small."""
+    return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
