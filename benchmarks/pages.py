@@ -245,10 +245,54 @@ def silence_rows():
         yield ""
 
 
+MODES = {
+    "plain": "plain module", "ddp": "DDP", "shard_state": "DDP, `shard_state=True`", "fsdp2": "FSDP2", "hsdp": "HSDP",
+    "tensor": "tensor parallel",
+}  # fmt: skip
+
+
+def distributed_rows():
+    result = load("distributed")
+    yield "| | ranks | local micro-batches | by | Δw | Δm | Δv | sent, ×4P bytes | moments, ×4P | gradients kept, ×4P |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        unit = 4 * row["parameters"]
+        what = MODES[row["mode"]] + (f", squares in {row['squares']}" if "squares" in row else "")
+        cells = [what, row["world"], row["accumulation"], row["how"]]
+        cells += [f"{row[f'diff_{name}']:.0e}" if f"diff_{name}" in row else "" for name in "wmv"]
+        cells += [f"{row[key] / unit:.2f}" for key in ("sent_bytes", "moment_bytes", "gradient_bytes")]
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def squares_rows():
+    yield "| | ranks | updates | weights, over the way they went | v, relative |"
+    yield "|---|---|---|---|---|"
+    for row in load("distributed")["effects"]:
+        cells = [MODES[row["mode"]], row["world"], row["updates"], f"{row['weights']:.1e}", f"{row['v']:.1e}"]
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def nccl_rows():
+    for name, result, rows in measured("distributed_nccl"):
+        yield f"{NAMES[result['model']]}, B={result['batch']}, on one {result['device']}, torch {result['torch']},"
+        yield f"kept as `{name}.json`:"
+        yield ""
+        yield "| | optimizer | ms | over fused AdamW |"
+        yield "|---|---|---|---|"
+        for row in rows:
+            plain = next(r["ms"] for r in rows if (r["mode"], r["method"]) == (row["mode"], "AdamW"))
+            mode = {"none": "no wrapper"}.get(row["mode"]) or MODES[row["mode"]]
+            yield f"| {mode} | {row['method']} | {row['ms']:.1f} | {row['ms'] / plain:.2f} |"
+        yield ""
+        exact = ", ".join(f"{MODES.get(mode, mode)} {value:.0e}" for mode, value in result["exact"].items())
+        yield f"Largest difference of a weight after 5 updates of 3 micro-batches in float32: {exact}."
+
+
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows},
+    "docs/distributed.md": {"table": distributed_rows, "squares": squares_rows, "nccl": nccl_rows},
     "docs/speed.md": {
         "training": training_rows,
         "kernels": kernel_rows,

@@ -7,9 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import invariant_adam as ia
@@ -165,3 +175,345 @@ def fully_sharded(
         | {"gradients": sum(p.grad is not None for p in model.parameters())}
         | sizes
     )
+
+
+def split(cases: list[Any], shard_state: bool = False) -> list[dict[str, float]]:
+    """Many splits of micro-batches over ranks, one after another: each gives the single process's result."""
+    found = []
+    for updates, how in cases:
+        found.append(replicated(updates, prepare={"shard_state": shard_state}, **how))
+    return found
+
+
+def tensor_parallel() -> dict[str, float]:
+    """Linear layers cut over all ranks, which see the same data."""
+    world = dist.get_world_size()
+    updates = [[[3 * t + i for i in range(3)]] * world for t in range(4)]
+    mesh = init_device_mesh("cpu", (world,))
+    model = Net(torch.float64)
+    parallelize_module(model.sometimes, mesh, ColwiseParallel(output_layouts=Replicate()))
+    parallelize_module(model.last, mesh, RowwiseParallel(input_layouts=Replicate()))
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+    train(model, opt, updates, 0, skips=False)
+    twin, judge = alone([[update[0]] for update in updates], torch.float64, skips=False)
+    noise = abs(opt.noise_scale().noise - judge.noise_scale().noise)
+    return differences(model, opt, twin, judge) | {"noise": noise}
+
+
+def tensor_and_data_parallel() -> dict[str, float]:
+    """Two replicas of a model that is cut in two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    updates = [[[1, 2], [4]], [[5], [7, 8]], [[10], [11]]]
+    model = Net(torch.float64)
+    parallelize_module(model.sometimes, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    with contextlib.suppress(ValueError):
+        ia.distributed.prepare(model, opt)
+        raise AssertionError("which ranks see different data was not asked")
+    ia.distributed.prepare(model, opt, device_mesh=mesh["dp"])
+    opt._ranks.bucket_bytes = 300
+    train(model, opt, updates, mesh["dp"].get_local_rank(), skips=False)
+    twin, judge = alone(updates, torch.float64, skips=False)
+    return differences(model, opt, twin, judge)
+
+
+def tensor_and_fully_sharded() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    updates = spread_over(2, 2, 3)
+    model = Net(torch.float32)
+    parallelize_module(model.sometimes, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    fully_shard(model.sometimes, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+    train(model, opt, updates, mesh["dp"].get_local_rank(), skips=False)
+    twin, judge = alone(updates, torch.float32, skips=False)
+    return differences(model, opt, twin, judge)
+
+
+def spread_over(world: int, each: int, updates: int) -> list[list[list[int]]]:
+    return [[[(t * world + r) * each + i for i in range(each)] for r in range(world)] for t in range(updates)]
+
+
+def raises(message: str, function: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        function(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        if message in str(error):
+            return
+        raise
+    raise AssertionError(f"nothing said {message!r}")
+
+
+def refusals(shard_state: bool) -> None:
+    """What is wrong on one rank is refused on all, and nothing hangs."""
+    rank = dist.get_rank()
+    model = Net(torch.float64)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    loss(model, micro_batch(1, torch.float64)).backward()
+    raises("distributed.prepare(model, opt)", opt.step)
+    raises("in the middle of an update", ia.distributed.prepare, model, opt)
+    opt.abandon()
+    ia.distributed.prepare(model, opt, shard_state=shard_state)
+    train(model, opt, [[[1], [2]]], rank)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def restart(message: str | None) -> None:
+        if message is not None:
+            raises(message, opt.step)
+        opt.abandon()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert same_on_all_ranks([full(s["exp_avg"]) / s["norm1"] for s in opt.state.values()])
+
+    raises("no gradient", opt.step)  # on both
+    opt.abandon()
+    # One rank gives up; the other finds out in its step.
+    loss(model, micro_batch(3 + rank, torch.float64)).backward()
+    restart(None if rank == 1 else "1 of 2 ranks refused")
+    # One rank has a gradient that no fold took.
+    loss(model, micro_batch(5 + rank, torch.float64)).backward()
+    if rank == 0:
+        model.scale.grad = torch.ones_like(model.scale)
+    restart("never folded" if rank == 0 else "1 of 2 ranks refused")
+    # They disagree.
+    opt.param_groups[0]["lr"] = 1e-2 * (1 + rank)
+    loss(model, micro_batch(7 + rank, torch.float64)).backward()
+    restart("the ranks disagree")
+    opt.param_groups[0]["lr"] = 1e-2
+    if rank:
+        opt.expect(2)
+    loss(model, micro_batch(7 + rank, torch.float64)).backward()
+    restart("the ranks disagree")
+    # And go on.
+    train(model, opt, [[[1], [2]], [[3], []]], rank)
+    assert same_on_all_ranks(model.parameters())
+    raises("middle of an update", lambda: (loss(model, micro_batch(1, torch.float64)).backward(), opt.state_dict()))
+    opt.abandon()
+    # A non-finite gradient on one rank stops all, where it should.
+    strict = ia.InvariantAdam(model.parameters(), on_nonfinite="raise", **OPTIONS)
+    ia.distributed.prepare(model, strict, shard_state=shard_state)
+    x = micro_batch(9 + rank, torch.float64)
+    (loss(model, x) * (float("nan") if rank else 1.0)).backward()
+    raises("not finite", strict.step)
+    strict.step()  # goes on without them
+    assert same_on_all_ranks(model.parameters())
+
+
+def fsdp_refusals() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = Net(torch.float32)
+    early = ia.InvariantAdam(plain.parameters(), **OPTIONS)
+    fully_shard(plain, mesh=mesh)
+    raises("after them", ia.distributed.prepare, plain, early)
+
+    def attempt(message: str, model: nn.Module, prepare: Any = None, **options: Any) -> None:
+        opt = ia.InvariantAdam(model.parameters(), **(OPTIONS | options))
+        raises(message, ia.distributed.prepare, model, opt, **(prepare or {}))
+
+    attempt("max_micro_norm", sharded_model(mesh), max_micro_norm=1.0)
+    attempt("shard_state", sharded_model(mesh), {"shard_state": True})
+    attempt("fully_shard's own", sharded_model(mesh), {"process_group": dist.group.WORLD})
+    attempt("float16", sharded_model(mesh), {"squares_dtype": torch.float16})
+    attempt("reduced in torch.float16", sharded_model(mesh, reduce_dtype=torch.float16))
+    attempt("CPUOffloadPolicy", sharded_model(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    part = Net(torch.float32)
+    fully_shard(part.first, mesh=mesh)
+    attempt("outside every module", part)
+    whole = Net(torch.float64)
+    attempt("squares_dtype=torch.bfloat16 needs", whole, {"squares_dtype": torch.bfloat16})
+
+    model = sharded_model(mesh)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+    raises("before they can be squared", model.set_requires_gradient_sync, False)
+    model.set_requires_gradient_sync(True)
+    # Unequal weights would be averaged as if they were equal.
+    with opt.ragged(2) if dist.get_rank() else contextlib.nullcontext():
+        loss(model, micro_batch(dist.get_rank(), torch.float32, 2 if dist.get_rank() else 4)).backward()
+    raises("unequal numbers", opt.step)
+    opt.abandon()
+    model.set_gradient_divide_factor(3.0)
+    raises("set_gradient_divide_factor", lambda: loss(model, micro_batch(0, torch.float32)).backward())
+
+
+def refuses_one_pass_without_a_check() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = micro_batch(dist.get_rank(), torch.float32, 8)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(5, 5)
+            self.last = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+            return self.last(self.inner(torch.tanh(self.inner(x))))
+
+    def step(model: nn.Module, **how: Any) -> None:
+        with ia.one_pass(model, micro_batch_size=4, **how):
+            loss(model, x).backward()
+
+    model = fully_shard(Twice(), mesh=mesh)
+    ia.distributed.prepare(model, ia.InvariantAdam(model.parameters(), **OPTIONS))
+    raises("before fully_shard", step, model)
+    model = fully_shard(Twice(), mesh=mesh)
+    ia.distributed.prepare(model, ia.InvariantAdam(model.parameters(), **OPTIONS))
+    raises("used more than once", step, model, check=False)
+    # Checked as a plain module, it is known to be shared, and exact.
+    model = Twice()
+    step(model)
+    ia.InvariantAdam(model.parameters(), fold="call").zero_grad()
+    model = fully_shard(model, mesh=mesh)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+    step(model)
+    opt.step()
+    twin = Twice()
+    judge = ia.InvariantAdam(twin.parameters(), **OPTIONS)
+    judge._ranks.agree = lambda optimizer, check: check()
+    for rank in range(dist.get_world_size()):
+        for part in micro_batch(rank, torch.float32, 8).split(4):
+            loss(twin, part).backward()
+    judge.step()
+    found = differences(model, opt, twin, judge)
+    assert max(found.values()) < 1e-6, found
+
+
+def checkpointed(folder: str, load: bool, mode: str, updates: Any, start: int = 0) -> dict[str, Any]:
+    """Go on from the checkpoint in `folder`, train, save; return the whole state."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sharded_model(init_device_mesh("cpu", (world,))) if mode == "fsdp2" else Net(torch.float32)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt, shard_state=mode == "shard_state")
+    schedule = ia.SampleLambdaLR(opt, lambda n: 1 / (1 + n / 100))
+    parts = {"model": model, "opt": opt, "schedule": schedule}
+    if load:
+        # Into pieces of another number of ranks.
+        saved = {"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, opt)}
+        saved["schedule"] = schedule.state_dict()
+        dcp.load(saved, checkpoint_id=folder)
+        set_model_state_dict(model, saved["model"])
+        set_optimizer_state_dict(model, opt, saved["opt"])
+        schedule.load_state_dict(saved["schedule"])
+    found = {"loaded": snapshot(**parts)}
+    train(model, opt, updates, rank, skips=False)
+    found["trained"] = snapshot(**parts)
+    saved = {"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, opt)}
+    dcp.save(saved | {"schedule": schedule.state_dict()}, checkpoint_id=folder + "-next")
+    return found
+
+
+def snapshot(model: nn.Module, opt: Any, schedule: Any) -> dict[str, Any]:
+    opt.state_dict()
+    states = [opt.state[p] for p in model.parameters()]
+    return {
+        "w": [full(p) for p in model.parameters()],
+        "m": [full(s["exp_avg"]) for s in states],
+        "v": [full(s["exp_avg_sq"]) for s in states],
+        "counters": [[float(s[k]) for k in ("debias1", "debias2", "kappa", "noise", "step")] for s in states],
+        "groups": [{k: v for k, v in g.items() if k not in ("params", "differentiable")} for g in opt.param_groups],
+        "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
+    }
+
+
+def plain_state_dicts(mode: str) -> float:
+    """A whole state dict, as torch gathers it, loads in one process and in pieces again."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+
+    def make() -> Any:
+        model = sharded_model(mesh) if mode == "fsdp2" else Net(torch.float32)
+        opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+        ia.distributed.prepare(model, opt, shard_state=mode == "shard_state")
+        return model, opt
+
+    model, opt = make()
+    train(model, opt, spread_over(world, 1, 2), dist.get_rank(), skips=False)
+    whole = {
+        "state": {
+            i: {k: full(v).float() if isinstance(v, Tensor) and v.ndim else v for k, v in s.items()}
+            for i, s in opt.state_dict()["state"].items()
+        },
+        "param_groups": opt.state_dict()["param_groups"],
+    }
+    twin = Net(torch.float32)
+    judge = ia.InvariantAdam(twin.parameters(), **OPTIONS)
+    judge.load_state_dict(whole)
+    other, again = make()
+    again.load_state_dict(whole)
+    with torch.no_grad():
+        for p, q, r in zip(model.parameters(), other.parameters(), twin.parameters(), strict=True):
+            q.copy_(p)
+            r.copy_(full(p))
+    found = differences(other, again, twin, judge)
+    more = spread_over(world, 1, 3)[2:]
+    train(model, opt, more, dist.get_rank(), skips=False)
+    train(other, again, more, dist.get_rank(), skips=False)
+    apart = max(
+        float((full(p) - full(q)).abs().max()) for p, q in zip(model.parameters(), other.parameters(), strict=False)
+    )
+    return max(*found.values(), apart)
+
+
+def adamw_checkpoint(folder: str) -> dict[str, float]:
+    """A run of AdamW under FSDP2, saved by torch.distributed.checkpoint, goes on with InvariantAdam."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = sharded_model(mesh)
+    model.never.requires_grad_(False)  # AdamW has no state of what it never moved, and torch's loader wants all or none
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    for t in range(3):
+        loss(model, micro_batch(t, torch.float32)).backward()
+        adamw.step()
+        adamw.zero_grad()
+    saved = {"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, adamw)}
+    dcp.save(saved, checkpoint_id=folder)
+
+    fresh = sharded_model(mesh)
+    fresh.never.requires_grad_(False)
+    old = torch.optim.AdamW(fresh.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    loaded = {"model": get_model_state_dict(fresh), "opt": get_optimizer_state_dict(fresh, old)}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_model_state_dict(fresh, loaded["model"])
+    set_optimizer_state_dict(fresh, old, loaded["opt"])
+    opt = ia.InvariantAdam(fresh.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    opt.load_state_dict(old.state_dict())
+    ia.distributed.prepare(fresh, opt)
+    found = {"m": 0.0, "v": 0.0, "w": 0.0}
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        if adamw.state.get(p):
+            for key, name in (("exp_avg", "m"), ("exp_avg_sq", "v")):
+                found[name] = max(found[name], float((full(adamw.state[p][key]) - full(opt.state[q][key])).abs().max()))
+        found["w"] = max(found["w"], float((full(p) - full(q)).abs().max()))
+    assert opt.state[next(fresh.parameters())]["debias1"] == 0.9**3
+    loss(fresh, micro_batch(9, torch.float32)).backward()
+    opt.step()
+    return found
+
+
+def policies() -> dict[str, float]:
+    """Mixed precision, activation checkpointing and squares in bfloat16 under FSDP2: near what they round."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    updates = spread_over(dist.get_world_size(), 2, 4)
+
+    def run(one_pass: bool = False, checkpoint: bool = False, squares: Any = None, **policy: Any) -> Any:
+        model = sharded_model(mesh, **policy)
+        if checkpoint:
+            inner = model.sometimes.forward
+            model.sometimes.forward = lambda x: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+        opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+        ia.distributed.prepare(model, opt, squares_dtype=squares)
+        train(model, opt, updates, dist.get_rank(), skips=False, one_pass=one_pass)
+        return model, opt
+
+    exact = run()
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    return {
+        "checkpoint": max(differences(*run(checkpoint=True), *exact).values()),
+        "one pass, checkpoint": max(differences(*run(True, True), *exact).values()),
+        "mixed": differences(*run(**bf16), *exact)["w"],
+        "mixed, one pass": differences(*run(True, **bf16), *run(**bf16))["w"],
+        "squares": differences(*run(squares=torch.bfloat16), *exact)["w"],
+        "reduced in bfloat16": differences(*run(reduce_dtype=torch.bfloat16), *exact)["w"],
+    }

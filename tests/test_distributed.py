@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_cases import spread_over as spread
 from rank_pool import RankPool
 
 
@@ -31,11 +34,6 @@ def check(answers, limits=EXACT):
 @pytest.mark.parametrize("how", [{}, {"expect": True}, {"last": True}], ids=["step", "expect", "last"])
 def test_replicas_equal_one_process(pool, ddp, updates, how):
     check(pool.run("replicated", 2, updates=updates, ddp=ddp, **how))
-
-
-def spread(world: int, each: int, updates: int = 5) -> list[list[list[int]]]:
-    """Micro-batches for every rank, `each` per update."""
-    return [[[(t * world + r) * each + i for i in range(each)] for r in range(world)] for t in range(updates)]
 
 
 CLOSE = {"w": 1e-6, "m": 1e-6, "v": 1e-6, "counters": 1e-9, "samples": 0}
@@ -72,3 +70,78 @@ def test_one_pass_under_fsdp_equals_one_process(pool, world, fold):
 def test_one_pass_of_replicas_equals_one_process(pool, how):
     for updates in (EVEN, UNEVEN):
         check(pool.run("replicated", 2, updates=updates, one_pass=True, **how))
+
+
+def test_hsdp_one_pass_equals_one_process(pool):
+    check(pool.run("fully_sharded", 4, updates=spread(4, 2, 3), mesh=(2, 2), one_pass=True), CLOSE)
+
+
+SPLITS = st.lists(
+    st.lists(st.lists(st.integers(0, 30), max_size=3), min_size=3, max_size=3).filter(any), min_size=2, max_size=4
+)
+
+
+@pytest.mark.parametrize("shard_state", [False, True])
+def test_any_split_over_ranks_gives_the_single_result(pool, shard_state):
+    """The law: which rank has which micro-batch does not matter."""
+
+    @settings(max_examples=8)
+    @given(st.lists(st.tuples(SPLITS, st.sampled_from([{}, {"expect": True}, {"last": True}])), min_size=1, max_size=4))
+    def law(cases):
+        for answers in pool.run("split", 3, cases=cases, shard_state=shard_state):
+            check(answers)
+
+    law()
+
+
+def test_tensor_parallel_is_elementwise(pool):
+    check(pool.run("tensor_parallel", 2), EXACT | {"noise": 1e-9})
+
+
+def test_tensor_beside_data_parallel(pool):
+    check(pool.run("tensor_and_data_parallel", 4))
+    check(pool.run("tensor_and_fully_sharded", 4), CLOSE)
+
+
+@pytest.mark.parametrize("shard_state", [False, True])
+def test_what_is_wrong_on_one_rank_is_refused_on_all(pool, shard_state):
+    pool.run("refusals", 2, shard_state=shard_state)
+
+
+def test_what_fsdp_cannot_do_exactly_is_refused(pool):
+    pool.run("fsdp_refusals", 2)
+    pool.run("refuses_one_pass_without_a_check", 2)
+
+
+@pytest.mark.parametrize("mode", ["plain", "shard_state", "fsdp2"])
+def test_checkpoints_go_from_any_number_of_ranks_to_any_other(pool, tmp_path, mode):
+    before, folder = None, str(tmp_path / "start")
+    for world in (4, 2, 1, 4):
+        updates = [[[7, 8, 10, 11][r * 4 // world : (r + 1) * 4 // world] for r in range(world)]] * 2
+        answers = pool.run("checkpointed", world, folder=folder, load=before is not None, mode=mode, updates=updates)
+        for found in answers:
+            for key in ("w", "m", "v") if before else ():
+                assert all((a == b).all() for a, b in zip(found["loaded"][key], before[key], strict=True)), key
+            for key in ("counters", "groups", "schedule") if before else ():
+                assert found["loaded"][key] == before[key], key
+        before, folder = answers[0]["trained"], folder + "-next"
+
+
+@pytest.mark.parametrize("mode", ["plain", "shard_state", "fsdp2"])
+def test_whole_state_dicts_load_in_pieces(pool, mode):
+    assert max(pool.run("plain_state_dicts", 2, mode=mode)) <= 1e-12
+
+
+def test_adamw_checkpoints_of_fsdp_runs_load(pool, tmp_path):
+    for found in pool.run("adamw_checkpoint", 2, folder=str(tmp_path / "adamw")):
+        assert max(found.values()) == 0, found
+
+
+def test_precision_and_recomputation_under_fsdp(pool):
+    for found in pool.run("policies", 2):
+        assert found["checkpoint"] <= 1e-6, found
+        assert found["one pass, checkpoint"] <= 2e-6, found
+        assert found["mixed, one pass"] <= 2e-3, found
+        assert 0 < found["mixed"] <= 2e-2, found
+        assert 0 < found["squares"] <= 1e-3, found
+        assert found["reduced in bfloat16"] <= 1e-2, found

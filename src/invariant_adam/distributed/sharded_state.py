@@ -279,5 +279,10 @@ class ShardedState(Team):
         for bucket, rows, work in landing:
             work.wait()
             for p in bucket.params:
-                if p.ndim:
-                    p.detach().copy_(bucket.read(p, rows))
+                p.detach().copy_(bucket.read(p, rows) if p.ndim else rows[0, bucket.places[p].start])
+        # What every rank has of its own was summed in another order on each; the first's is everyone's.
+        scalars = [optimizer.state[p][key] for p in self.kinds if not p.ndim for key in ("exp_avg", "exp_avg_sq")]
+        if scalars:
+            together = torch.stack(scalars)
+            dist.broadcast(together, dist.get_global_rank(self.group, 0), group=self.group)
+            torch._foreach_copy_(scalars, list(together))
