@@ -232,7 +232,7 @@ def tensor_and_fully_sharded() -> dict[str, float]:
     return differences(model, opt, twin, judge)
 
 
-def spread_over(world: int, each: int, updates: int) -> list[list[list[int]]]:
+def spread_over(world: int, each: int, updates: int = 5) -> list[list[list[int]]]:
     return [[[(t * world + r) * each + i for i in range(each)] for r in range(world)] for t in range(updates)]
 
 

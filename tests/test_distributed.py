@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,3 +148,21 @@ def test_precision_and_recomputation_under_fsdp(pool):
         assert 0 < found["mixed"] <= 2e-2, found
         assert 0 < found["squares"] <= 1e-3, found
         assert found["reduced in bfloat16"] <= 1e-2, found
+
+
+def test_the_kept_results_hold_what_the_page_says():
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "distributed.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    exact = [row for row in result["rows"] if row["how"] != "AdamW" and "squares" not in row]
+    assert len(exact) == 2 * 2 * (
+        5 * 2 + 1
+    )  # ranks, micro-batches, modes by loop and one pass, tensor parallel by loop
+    for row in exact:
+        assert max(row[f"diff_{name}"] for name in "wmv") <= 1e-6, row
+        assert row["gradient_bytes"] == 0
+        ring = (row["world"] - 1) / row["world"]
+        if row["mode"] in ("plain", "ddp"):  # an all-reduce of 2P, whatever came, and a few counts
+            assert abs(row["sent_bytes"] / (2 * 2 * ring * 4 * row["parameters"]) - 1) < 0.01
+        if row["mode"] in ("shard_state", "fsdp2"):
+            assert row["moment_bytes"] < 1.1 * 8 * row["parameters"] / row["world"] + 1000
+    assert all(row["weights"] < 1e-3 and row["v"] < 2e-3 for row in result["effects"])
