@@ -178,11 +178,12 @@ def case(wire, mode, accumulation, how, squares=None, updates=UPDATES):
         opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS, micro_batch_size=MICRO)
         options = {"shard_state": True} if mode == "shard_state" else {}
         ia.distributed.prepare(wrapped, opt, squares_dtype=squares, **options)
-    ranks = 1 if mode == "tensor" else world
     kept = 0
     wire.sent = {}
     for t in range(updates):
-        mine = [(0 if mode == "tensor" else rank) * accumulation + i for i in range(accumulation)]
+        mine = list(range(rank * accumulation, (rank + 1) * accumulation))
+        if mode == "tensor":  # all ranks see all
+            mine = list(range(world * accumulation))
         wire.open = t > 0  # the first has more to send, once
         if how == "one pass":
             ids, targets = (torch.cat(x) for x in zip(*(micro_batch(t, k) for k in mine), strict=True))
@@ -221,7 +222,7 @@ def case(wire, mode, accumulation, how, squares=None, updates=UPDATES):
         vectors |= {"m": [whole(s["exp_avg"]) for s in states], "v": [whole(s["exp_avg_sq"]) for s in states]}
     vectors = {name: torch.cat(parts) for name, parts in vectors.items()}
     if not adamw and updates == UPDATES:
-        judge = reference_run(ranks * accumulation)
+        judge = reference_run(world * accumulation)
         for name in "wmv":
             row[f"diff_{name}"] = float((vectors[name] - getattr(judge, name)).abs().max())
     return row, vectors
