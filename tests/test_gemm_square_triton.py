@@ -36,7 +36,7 @@ def test_products_and_squares(kappa, rows, m, n, weighted, dtype):
         assert (got.double() - want).norm() / want.norm() < TOLERANCE[dtype]
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies in float32")
+@pytest.mark.gpu
 def test_tf32_is_rounded_not_cut_off():
     G, X = (torch.randn(6, 256, w, device=DEVICE) for w in (192, 136))
     products = G.double().transpose(1, 2) @ X.double()
