@@ -238,7 +238,7 @@ def silence_rows():
         yield f"`{result['command']}`, {result['ranks']} ranks, gloo, a process-group timeout of {result['timeout']} s,"
         yield f"kept as `{name}.json`:"
         yield ""
-        yield "| rank 1 is | the others have stopped after | with |"
+        yield "| rank 1 is | the last of the others raises after | its error |"
         yield "|---|---|---|"
         for row in rows:
             yield f"| {row['rank_1']} | {row['seconds']:.1f} s | {row['errors']['0'].split(' The transport')[0]} |"
@@ -292,7 +292,14 @@ PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows},
-    "docs/distributed.md": {"table": distributed_rows, "squares": squares_rows, "nccl": nccl_rows},
+    "docs/distributed.md": {
+        "table": distributed_rows,
+        "squares": squares_rows,
+        "nccl": nccl_rows,
+        "elastic": elastic_rows,
+        "kills": kills_rows,
+        "silence": silence_rows,
+    },
     "docs/speed.md": {
         "training": training_rows,
         "kernels": kernel_rows,

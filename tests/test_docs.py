@@ -95,3 +95,18 @@ def test_the_page_of_the_results_keeps_what_was_written_by_hand(pages, tmp_path)
     again = filled(pages, tmp_path)
     assert "By hand.\n\n<!-- rules -->" in again
     assert again != path.read_text(encoding="utf-8")  # and --check would say so
+
+
+def test_the_claims_of_the_distributed_page_hold_in_the_results():
+    for mode in ("ddp", "fsdp2"):
+        kills, elastic = (
+            json.loads((ROOT / "benchmarks" / "results" / f"faults_{what}_{mode}.json").read_text())
+            for what in ("kills", "elastic")
+        )
+        assert len(kills["rows"]) == 10
+        assert all(row["resumed"] >= row["saved"] for row in kills["rows"])
+        assert kills["weights"] == kills["exp_avg"] == kills["exp_avg_sq"] == 0  # "bit by bit the same"
+        assert [row["ranks"] for row in elastic["rows"]] == [4, 2, 3]
+        assert kills["damaged"] == elastic["damaged"] == []
+        for result in (kills, elastic):
+            assert f"{result['loss']:.6f}" == f"{result['loss_alone']:.6f}"
