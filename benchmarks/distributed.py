@@ -298,7 +298,7 @@ def gloo(path):
 # --------------------------------------------------------------------------- NCCL with one rank
 
 
-def gpu_model(mode, method, name, precision):
+def gpu_model(mode, method, name):
     """A training step of GPT-2 with AdamW(fused) or InvariantAdam, inside DDP or FSDP2."""
     import invariant_adam as ia
     from invariant_adam.lab.models import build as network
@@ -354,7 +354,7 @@ def nccl(path, name, batch, rounds):
             methods = ["AdamW", "InvariantAdam", "InvariantAdam, expect"] + (["shard_state"] if mode == "ddp" else [])
             work = {}
             for method in methods:
-                step, _ = gpu_model(mode, method, name, "bfloat16")
+                step, _ = gpu_model(mode, method, name)
                 work[method] = functools.partial(step, *batches)
             for taken_method, taken in timing.interleaved(work, device, rounds, warmup=3).items():
                 rows.append({"mode": mode, "method": taken_method, "ms": taken.ms, "best_ms": taken.best_ms})

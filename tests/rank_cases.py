@@ -497,8 +497,13 @@ def policies() -> dict[str, float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     updates = spread_over(dist.get_world_size(), 2, 4)
 
-    def run(one_pass: bool = False, checkpoint: bool = False, squares: Any = None, **policy: Any) -> Any:
+    def run(
+        one_pass: bool = False, checkpoint: bool = False, compiled: bool = False, squares: Any = None, **policy: Any
+    ) -> Any:
         model = sharded_model(mesh, **policy)
+        if compiled:
+            for layer in (model.first, model.sometimes):
+                layer.compile(backend="aot_eager")
         if checkpoint:
             inner = model.sometimes.forward
             model.sometimes.forward = lambda x: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
@@ -508,8 +513,10 @@ def policies() -> dict[str, float]:
         return model, opt
 
     exact = run()
+    compiled = run(compiled=True)
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     return {
+        "compiled": max(differences(*compiled, *exact).values()),
         "checkpoint": max(differences(*run(checkpoint=True), *exact).values()),
         "one pass, checkpoint": max(differences(*run(True, True), *exact).values()),
         "mixed": differences(*run(**bf16), *exact)["w"],
@@ -517,3 +524,29 @@ def policies() -> dict[str, float]:
         "squares": differences(*run(squares=torch.bfloat16), *exact)["w"],
         "reduced in bfloat16": differences(*run(reduce_dtype=torch.bfloat16), *exact)["w"],
     }
+
+
+def buffers_and_compile() -> dict[str, Any]:
+    """DDP makes the running statistics of the first rank everyone's; a compiled module inside it folds as ever."""
+    rank = dist.get_rank()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+
+    model, plain = make(), make()
+    inner = torch.compile(model, backend="aot_eager")
+    ddp = DistributedDataParallel(inner)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(ddp, opt)
+    judge = ia.InvariantAdam(plain.parameters(), **OPTIONS)
+    judge._ranks.agree = lambda optimizer, check: check()
+    for t in range(3):
+        x = micro_batch(2 * t + rank, torch.float64)
+        (ddp(x) - x[:, :3].sin()).square().mean().backward()
+        opt.step()
+        for r in range(2):
+            x = micro_batch(2 * t + r, torch.float64)
+            (plain(x) - x[:, :3].sin()).square().mean().backward()
+        judge.step()
+    return differences(model, opt, plain, judge) | {"same": same_on_all_ranks([*model.parameters(), *model.buffers()])}

@@ -142,12 +142,17 @@ def test_adamw_checkpoints_of_fsdp_runs_load(pool, tmp_path):
 
 def test_precision_and_recomputation_under_fsdp(pool):
     for found in pool.run("policies", 2):
+        assert found["compiled"] <= 1e-6, found
         assert found["checkpoint"] <= 1e-6, found
         assert found["one pass, checkpoint"] <= 2e-6, found
         assert found["mixed, one pass"] <= 2e-3, found
         assert 0 < found["mixed"] <= 2e-2, found
         assert 0 < found["squares"] <= 1e-3, found
         assert found["reduced in bfloat16"] <= 1e-2, found
+
+
+def test_buffers_and_compilation_under_ddp(pool):
+    check(pool.run("buffers_and_compile", 2))
 
 
 def test_the_kept_results_hold_what_the_page_says():

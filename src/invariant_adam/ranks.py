@@ -101,6 +101,7 @@ class Team(Ranks):
         self.update: Update | None = None  # the one under way
         self.agreed: Update | None = None  # the one that is closed here, stepped or not
         self.late = False  # a gradient came after the moments were sent
+        self.buffers: list[Tensor] = []  # of the model, which are to be the first rank's after each step
 
     def before(self, optimizer: InvariantAdam, p: Tensor) -> None:  # noqa: D102 - as Ranks has it
         if optimizer._update is self.agreed:
@@ -228,6 +229,10 @@ class Team(Ranks):
     def weight(self, p: Tensor) -> Tensor:  # noqa: D102
         return self.local(p)
 
+    def moved(self, optimizer: InvariantAdam) -> None:  # noqa: D102
+        if self.buffers:
+            copy_first(self.buffers, self.groups[0])
+
 
 class LostRankError(RuntimeError):
     """Another rank has died, or has not answered within the process group's timeout."""
@@ -262,6 +267,19 @@ def in_touch(doing: str) -> Iterator[None]:
             "has died or no longer answers, and its own error says why. No rank can go on without it: stop them all "
             f"and start again from the latest checkpoint, as torchrun --max-restarts does. The transport says: {error}"
         ) from error
+
+
+def copy_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank the values of the group's first, in one broadcast for each kind of tensor."""
+    first = torch.distributed.get_global_rank(group, 0)
+    kinds: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        kinds.setdefault((t.device, t.dtype), []).append(t)
+    for alike in kinds.values():
+        together = torch.cat([t.detach().reshape(-1) for t in alike])
+        torch.distributed.broadcast(together, first, group=group)
+        for t, values in zip(alike, together.split([t.numel() for t in alike]), strict=True):
+            t.detach().copy_(values.view(t.shape))
 
 
 class _GivenUp(Exception):  # noqa: N818 - no error

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..ranks import copy_first
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,21 +89,27 @@ def prepare(
         )
 
     group = _group(model, optimizer, process_group, device_mesh)
+    buffers: list[Tensor] = []
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        silence(model)
+        buffers = silence(model)
     elif group is not None:
-        _copy_first(model, group)
+        with torch.no_grad():
+            tensors = (*model.parameters(), *model.buffers())
+            copy_first([t.to_local() if hasattr(t, "to_local") else t for t in tensors], group)
     if group is not None:
         _check_alike(optimizer, group)
     if not shard_state:
-        optimizer._ranks = Replicated(group)
+        replicas = Replicated(group)
+        replicas.buffers = buffers
+        optimizer._ranks = replicas
         return
     from .sharded_state import ShardedState
 
     if group is None or any(hasattr(p, "device_mesh") for p in optimizer._params()):
         raise ValueError("shard_state=True is for plain parameters; tensor-parallel ones have their moments in pieces")
-    optimizer._ranks = ShardedState(group, squares_dtype)
-    optimizer._ranks.open(optimizer)  # a checkpoint may be loaded before the first backward: into pieces
+    optimizer._ranks = ranks = ShardedState(group, squares_dtype)
+    ranks.buffers = buffers
+    ranks.open(optimizer)  # a checkpoint may be loaded before the first backward: into pieces
 
 
 @contextmanager
@@ -163,20 +171,6 @@ def _group(
             "which ranks see different data cannot be told; give process_group, or device_mesh=mesh['dp']"
         )
     return None if meshes else dist.group.WORLD
-
-
-def _copy_first(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the weights and buffers of the group's first."""
-    import torch.distributed as dist
-
-    first = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for t in (*model.parameters(), *model.buffers()):
-            local: Tensor = t.to_local() if hasattr(t, "to_local") else t
-            whole = local.detach().contiguous()
-            dist.broadcast(whole, first, group=group)
-            if whole.data_ptr() != local.data_ptr():
-                local.copy_(whole)
 
 
 def _check_alike(optimizer: InvariantAdam, group: dist.ProcessGroup) -> None:

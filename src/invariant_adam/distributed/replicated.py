@@ -198,10 +198,11 @@ def _as(moment: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
 
 
-def silence(model: nn.parallel.DistributedDataParallel) -> None:
+def silence(model: nn.parallel.DistributedDataParallel) -> list[Tensor]:
     """Keep DDP from reducing gradients: the moments are reduced instead, and the gradients are gone by then.
 
-    Each of its forwards is made one of `no_sync`, so that its reducer neither copies, sends nor leaves a gradient.
+    Each of its forwards is made one of `no_sync`, so that its reducer neither copies, sends nor leaves a gradient. It
+    then no longer makes the buffers of all ranks the first's either; that is done after each step instead.
     """
 
     def no_sync(module: nn.Module, _: Any) -> None:
@@ -209,3 +210,4 @@ def silence(model: nn.parallel.DistributedDataParallel) -> None:
 
     model.register_forward_pre_hook(no_sync)
     model.one_pass_may = True  # type: ignore[assignment] # look inside
+    return [b for b in model.module.buffers() if b.numel()] if model.broadcast_buffers else []

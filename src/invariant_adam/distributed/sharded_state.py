@@ -268,6 +268,7 @@ class ShardedState(Team):
     # ---------------------------------------------------------------- weights -> everyone
 
     def moved(self, optimizer: InvariantAdam) -> None:  # noqa: D102
+        super().moved(optimizer)
         landing = []
         for bucket in self.buckets:
             own = torch.zeros(bucket.size, dtype=bucket.params[0].dtype, device=bucket.params[0].device)
