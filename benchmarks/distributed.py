@@ -91,9 +91,11 @@ class Net(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(ids))))
 
 
-def build():
+def build(network="net"):
+    from invariant_adam.lab.models import GPT
+
     torch.manual_seed(0)
-    return Net()
+    return Net() if network == "net" else GPT(VOCAB, CONTEXT, width=36, depth=2, heads=4)
 
 
 def micro_batch(update, index):
@@ -107,16 +109,18 @@ def loss(model, ids, targets):
 
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
-EPS = 1e-6  # above the rounding of float32 gradients, of which Adam would make steps of full size
+# "net" is chosen so that float32 itself stays below 1e-6: an epsilon above the rounding of gradients, of which Adam
+# would make steps of full size. "gpt" is not; one process in float32 is measured beside both.
+EPS = {"net": 1e-6, "gpt": 1e-8}
 
 
 @functools.cache
-def reference_run(kappa):
+def reference_run(kappa, network="net"):
     """The paper's algorithm in float64 on one process; w, m and v in one vector each."""
     from invariant_adam import reference
     from invariant_adam.scaling import scale
 
-    model = build().double()
+    model = build(network).double()
     params = list(model.parameters())
 
     def gradient(w, batch):
@@ -128,7 +132,7 @@ def reference_run(kappa):
     at = scale(*HYPER.values(), from_batch=MICRO, to_batch=kappa * MICRO, rule="exponential")
     for t in range(UPDATES):
         grads = [functools.partial(gradient, batch=micro_batch(t, k)) for k in range(kappa)]
-        state = reference.invariant_adam(state, grads, at, eps=EPS)
+        state = reference.invariant_adam(state, grads, at, eps=EPS[network])
     return state
 
 
@@ -157,12 +161,32 @@ def whole(t):
     return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().double().flatten()
 
 
-def case(wire, mode, accumulation, how, squares=None, updates=UPDATES):
+def one_process(kappa, network):
+    """The floor: one process in float32, no ranks at all."""
+    import invariant_adam as ia
+
+    model = build(network)
+    opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS[network], micro_batch_size=MICRO)
+    for t in range(UPDATES):
+        for k in range(kappa):
+            loss(model, *micro_batch(t, k)).backward()
+        opt.step()
+    opt.state_dict()
+    states = [opt.state[p] for p in model.parameters()]
+    found = {"w": model.parameters(), "m": [s["exp_avg"] for s in states], "v": [s["exp_avg_sq"] for s in states]}
+    judge = reference_run(kappa, network)
+    return {"network": network, "kappa": kappa} | {
+        f"diff_{name}": float((torch.cat([whole(t) for t in tensors]) - getattr(judge, name)).abs().max())
+        for name, tensors in found.items()
+    }
+
+
+def case(wire, mode, accumulation, how, squares=None, updates=UPDATES, network="net"):
     """One row of the table: train, compare, count."""
     import invariant_adam as ia
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = build()
+    model = build(network)
     if how == "one pass":  # checked while it is plain; FSDP2 then goes on from what was found
         ids, targets = (torch.cat(x) for x in zip(micro_batch(0, 0), micro_batch(0, 1), strict=True))
         with ia.one_pass(model, micro_batch_size=MICRO):
@@ -171,11 +195,11 @@ def case(wire, mode, accumulation, how, squares=None, updates=UPDATES):
     wrapped = wrap(mode, model, world)
     adamw = how == "AdamW"
     if adamw:
-        opt = torch.optim.AdamW(model.parameters(), **HYPER, eps=EPS)
+        opt = torch.optim.AdamW(model.parameters(), **HYPER, eps=EPS[network])
         if mode == "ddp":
             wrapped.register_comm_hook(None, allreduce_hook)  # DDP's own, where the wrapper can see it
     else:
-        opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS, micro_batch_size=MICRO)
+        opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS[network], micro_batch_size=MICRO)
         options = {"shard_state": True} if mode == "shard_state" else {}
         ia.distributed.prepare(wrapped, opt, squares_dtype=squares, **options)
     kept = 0
@@ -222,7 +246,7 @@ def case(wire, mode, accumulation, how, squares=None, updates=UPDATES):
         vectors |= {"m": [whole(s["exp_avg"]) for s in states], "v": [whole(s["exp_avg_sq"]) for s in states]}
     vectors = {name: torch.cat(parts) for name, parts in vectors.items()}
     if not adamw and updates == UPDATES:
-        judge = reference_run(world * accumulation)
+        judge = reference_run(world * accumulation, network)
         for name in "wmv":
             row[f"diff_{name}"] = float((vectors[name] - getattr(judge, name)).abs().max())
     return row, vectors
@@ -246,7 +270,7 @@ def rank_main(rank, world, store, result):
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120)
     )
-    rows, effects = [], []
+    rows, effects, others = [], [], []
     try:
         for mode in MODES:
             for accumulation in (1, 3):
@@ -258,8 +282,12 @@ def rank_main(rank, world, store, result):
         for mode in ("shard_state", "fsdp2"):
             rows.append(case(wire, mode, 1, "loop", torch.bfloat16)[0])
             effects.append(squares_effect(wire, mode))
+        for mode in MODES:
+            for accumulation in (1, 3):
+                row, _ = case(wire, mode, accumulation, "loop", network="gpt")
+                others.append({"network": "gpt"} | row)
         if rank == 0:
-            torch.save((rows, effects), result)
+            torch.save((rows, effects, others), result)
         dist.barrier()
     except BaseException:
         traceback.print_exc()
@@ -273,7 +301,9 @@ def gloo(path):
 
     from invariant_adam.lab import record
 
-    rows, effects = [], []
+    rows, effects, others = [], [], []
+    torch.set_num_threads(1)
+    floor = [one_process(kappa, network) for network in EPS for kappa in (2, 4, 6, 12)]
     with tempfile.TemporaryDirectory() as folder:
         for world in (2, 4):
             result = Path(folder) / f"result{world}"
@@ -281,18 +311,29 @@ def gloo(path):
             more = torch.load(result)
             rows += more[0]
             effects += more[1]
+            others += more[2]
     record.write_json(
         path,
         record.provenance()
-        | {"command": "python benchmarks/distributed.py", "updates": UPDATES, "rows": rows, "effects": effects},
+        | {
+            "command": "python benchmarks/distributed.py",
+            "updates": UPDATES,
+            "eps": EPS,
+            "rows": rows,
+            "effects": effects,
+            "one_process": floor,
+            "gpt": others,
+        },
     )
     for row in rows:
         differences = " ".join(f"{name} {row[f'diff_{name}']:.1e}" for name in "wmv" if f"diff_{name}" in row)
         times = row["sent_bytes"] / row["parameters"] / 4
         which = f"{row['mode']:12} W={row['world']} A={row['accumulation']} {row['how']:9}"
         print(f"{which} {differences} sent {times:.2f}×4P")
-    for row in effects:
+    for row in (*effects, *floor):
         print(row)
+    for row in others:
+        print("gpt", row["mode"], row["world"], row["accumulation"], {k: v for k, v in row.items() if "diff" in k})
 
 
 # --------------------------------------------------------------------------- NCCL with one rank
@@ -390,7 +431,7 @@ def gpu_exact():
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             wrapped = fully_shard(model, mesh=mesh)
-        opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS, micro_batch_size=MICRO)
+        opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS["net"], micro_batch_size=MICRO)
         if mode != "none":
             ia.distributed.prepare(wrapped, opt, shard_state=shard)
         for t in range(UPDATES):

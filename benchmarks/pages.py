@@ -264,6 +264,23 @@ def distributed_rows():
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 
+def floor_rows():
+    """How far float32 is from float64 without any ranks, and with them."""
+    result = load("distributed")
+    yield "| network | κ | one process: Δw | Δm | Δv | ranks, largest of all modes: Δw | Δm | Δv |"
+    yield "|---|---|---|---|---|---|---|---|"
+    ranked = {"net": result["rows"], "gpt": result["gpt"]}
+    for row in result["one_process"]:
+        same = [
+            r for r in ranked[row["network"]]
+            if "diff_w" in r and "squares" not in r and r["world"] * r["accumulation"] == row["kappa"]
+        ]  # fmt: skip
+        what = f"{ {'net': 'the one above', 'gpt': 'GPT'}[row['network']] }, ε = {result['eps'][row['network']]:g}"
+        cells = [what, row["kappa"], *(f"{row[f'diff_{n}']:.0e}" for n in "wmv")]
+        cells += [f"{max(r[f'diff_{n}'] for r in same):.0e}" for n in "wmv"]
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
 def squares_rows():
     yield "| | ranks | updates | weights, over the way they went | v, relative |"
     yield "|---|---|---|---|---|"
@@ -294,6 +311,7 @@ PAGES = {
     "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows},
     "docs/distributed.md": {
         "table": distributed_rows,
+        "floor": floor_rows,
         "squares": squares_rows,
         "nccl": nccl_rows,
         "elastic": elastic_rows,
