@@ -193,9 +193,49 @@ def test_a_replay_that_would_be_wrong_is_refused():
     seen = opt.samples_seen
     captured()
     assert opt.samples_seen == seen + 4
+    model.ws[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="frozen or unfrozen"):
+        captured()
+    model.ws[0].requires_grad_(True)
+    handle = opt.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="step hooks"):
+        captured()
+    handle.remove()
+    captured()
     opt.load_state_dict(opt.state_dict())
     with pytest.raises(RuntimeError, match="another place"):
         captured()
+
+
+@pytest.mark.parametrize("expect", [False, True])
+@pytest.mark.parametrize("end", ["step", "abandon"])
+def test_parameters_that_no_longer_share_their_scalars_are_noticed(expect, end):
+    made = [make(torch.float64, 1, expect) for _ in range(2)]
+    (model, opt, update), (twin_model, _, eager) = made
+    for _ in range(2):
+        update()
+        eager()
+    captured = Rehearsed(opt, update)
+    for each, its, _ in made:  # the first of the two parameters of a group, alone
+        (each.ws[0] * each.cs[0][0]).sum().backward()
+        getattr(its, end)()
+    before = opt.samples_seen
+    with pytest.raises(RuntimeError, match="capture it again"):
+        captured()
+    assert (opt.kappa, opt.samples_seen) == (0, before)
+    captured = Rehearsed(opt, update)
+    captured()
+    eager()
+    torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_schedulers_see_replays():
+    _, opt, update = make(torch.float64, 1, False)
+    update()
+    captured = Rehearsed(opt, update)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    captured()
+    scheduler.step()  # warns where it believes that no step came before
 
 
 def test_tables_of_a_capture_are_its_own():

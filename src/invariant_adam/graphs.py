@@ -8,7 +8,7 @@ Counters, schedules and debiasing advance on the host exactly as in an eager upd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from .update import Update
 WIDTH = 8  # numbers in a row of slots: see `kernels.adam`
 _ROWS = 1 << 14  # launches of one update at most
 _BUFFERS = 4  # updates that the host may be ahead
+_BLANK = (0.0,) * 4
 
 
 class Arrival(NamedTuple):
@@ -38,11 +39,11 @@ class Arrival(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of a captured update: whose scalars its row holds."""
+    """A launch of a captured update: whose scalars its row holds, the same for all of them."""
 
     dtype: torch.dtype
-    place: int | None  # of the arrival whose keep and gain they are
-    param: Tensor | None  # whose size, eps and decay
+    places: Sequence[int]  # of the arrivals whose keep and gain they are
+    params: Sequence[Tensor]  # whose size, eps and decay
 
 
 class Tape:
@@ -71,14 +72,25 @@ class Tape:
         self.arrivals.append(Arrival(p, kappa, scale, paired, signed))
         return len(self.arrivals) - 1
 
-    def slots(self, moment: Tensor, place: int | None = None, param: Tensor | None = None) -> Tensor:
+    def slots(self, moment: Tensor, places: Sequence[int] = (), params: Sequence[Tensor] = ()) -> Tensor:
         """Return the row that a launch on `moment` and its like is to read."""
         table = self._tables[moment.dtype]
         row = len(self.launches)
         if row == _ROWS:
             raise RuntimeError(f"a captured update can have at most {_ROWS} launches of folds and steps; capture less")
-        self.launches.append(Launch(moment.dtype, place, param))
+        self.launches.append(Launch(moment.dtype, places, params))
         return table[row]
+
+    @staticmethod
+    def row(folds: list[tuple[float, ...]], steps: list[tuple[float, ...]]) -> list[float]:
+        """Return the numbers of a launch: keep and gain of its folds, size, eps and decay of its steps."""
+        for each in (folds, steps):
+            if any(scalars != each[0] for scalars in each):
+                raise RuntimeError(
+                    "parameters that shared a launch when the update was captured need different scalars now: some of "
+                    "them took part in an update since, and others did not; capture it again"
+                )
+        return [*(folds[0] if folds else _BLANK), *(steps[0] if steps else _BLANK)]
 
     def close(self, update: Update) -> None:
         """Note the step."""
@@ -148,22 +160,24 @@ class Captured:
         if self._holding() != self._held:
             raise RuntimeError(
                 "the parameters or the moments are in another place than when the update was captured (a checkpoint "
-                "was loaded, the model moved, a group added); capture it again"
+                "was loaded, the model moved, a group added), or were frozen or unfrozen since; capture it again"
             )
         if _baked(optimizer) != self._baked:
             raise RuntimeError(
                 f"the captured update has {self._baked} in it, now {_baked(optimizer)} is asked for; capture it again"
             )
+        _refuse_step_hooks(optimizer)
         self._tape.fill(optimizer._replan(self._tape), self._feed)
         self._replay()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers ask before they step
         return self.output
 
     def _holding(self) -> list[int]:
-        """Where everything is that the graph writes to."""
+        """Where everything is that the graph writes to, and what of it is to be trained."""
         optimizer, found = self.optimizer, []
         for p in optimizer._params():
             state = optimizer.state[p]
-            found += [p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()]
+            found += [p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(), p.requires_grad]
         return found
 
 
@@ -223,13 +237,17 @@ def _refuse(optimizer: InvariantAdam) -> None:
             'on_nonfinite="raise" asks the device at every step, which a graph cannot; use "skip" and read '
             "opt.nonfinite now and then"
         )
+    _refuse_step_hooks(optimizer)
+    if optimizer._update.parts:
+        raise RuntimeError("capture in the middle of an update; close it with opt.step() or drop it with opt.abandon()")
+
+
+def _refuse_step_hooks(optimizer: InvariantAdam) -> None:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError(
             "the optimizer has step hooks, which a replay would not call; remove them, or use "
             "opt.register_update_hook, which it calls"
         )
-    if optimizer._update.parts:
-        raise RuntimeError("capture in the middle of an update; close it with opt.step() or drop it with opt.abandon()")
 
 
 def _baked(optimizer: InvariantAdam) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .one_pass import pair
@@ -89,21 +90,67 @@ def inside_backward() -> bool:
     return False
 
 
-def watch_clipping() -> None:
-    """Make torch's gradient clipping refuse parameters whose gradients are folded away before it runs.
+def watch() -> None:
+    """Make what would find no gradient, do nothing and say nothing refuse parameters whose gradients are folded."""
+    _watch_clipping()
+    _watch_scaling()
+    _watch_rivals()
 
-    It would find no gradient, clip nothing and say nothing. The inner function is wrapped where torch has one, so that
-    a `clip_grad_norm_` imported by name is covered as well.
-    """
+
+def _watch_clipping() -> None:
     module = torch.nn.utils.clip_grad
     inner = "_clip_grads_with_norm_" if hasattr(module, "_clip_grads_with_norm_") else "clip_grad_norm_"
     for function in (getattr(module, inner), module.clip_grad_value_):
-        if not hasattr(function, "_refuses_folded"):
-            refusing = _refusing(function)
-            for place in (module, torch.nn.utils):
-                for name, value in list(vars(place).items()):
-                    if value is function:  # under each name it has
-                        setattr(place, name, refusing)
+        cells = [cell for cell in function.__closure__ or () if callable(cell.cell_contents)]
+        if any(hasattr(cell.cell_contents, "_refuses_folded") for cell in cells) or hasattr(
+            function, "_refuses_folded"
+        ):
+            continue
+        if len(cells) == 1:  # torch's no_grad around it; what that calls is replaced for names imported before, too
+            cells[0].cell_contents = _refusing(cells[0].cell_contents)
+            continue
+        refusing = _refusing(function)
+        for place in (module, torch.nn.utils):
+            for name, value in list(vars(place).items()):
+                if value is function:  # under each name it has
+                    setattr(place, name, refusing)
+
+
+def _watch_scaling() -> None:
+    plain: Any = torch.amp.GradScaler.unscale_
+    if hasattr(plain, "_refuses_folded"):
+        return
+
+    @functools.wraps(plain)
+    def unscale_(self: Any, optimizer: Any) -> Any:
+        if self.is_enabled():
+            getattr(optimizer, "_step_supports_amp_scaling", None)  # refuses where gradients are folded
+        return plain(self, optimizer)
+
+    unscale_._refuses_folded = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+
+
+@functools.cache
+def _watch_rivals() -> None:
+    register_optimizer_step_pre_hook(_refuse_rival)
+
+
+def _refuse_rival(optimizer: Any, *_: Any) -> None:
+    """Refuse the step of an optimizer whose gradients another one folds; not of one that has the other inside."""
+    if torch.compiler.is_compiling() or hasattr(optimizer, "on_grad"):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        for place, p in enumerate(group["params"]):
+            if p.grad is not None or not p.requires_grad or not folds(p):
+                continue
+            holder = owner(p)
+            if not any(value is holder for value in vars(optimizer).values()):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() would do nothing: parameter {place} of its group {index} "
+                    f'belongs to a live {type(holder).__name__}(fold="backward"), which folds its gradients away; '
+                    "delete that optimizer (del opt), or give each parameter to one of the two"
+                )
 
 
 def _refusing(function: Any) -> Any:

@@ -163,7 +163,7 @@ class InvariantAdam(Optimizer):
         }
         super().__init__(params, defaults)
         if fold == "backward":
-            hooks.watch_clipping()
+            hooks.watch()
 
     # ---------------------------------------------------------------- what the user asks and tells
 
@@ -403,7 +403,7 @@ class InvariantAdam(Optimizer):
                 keep=fold.keep,
                 gain=fold.gain,
                 count=self._counter(fold.grad.device),
-                slots=None if self._tape is None else self._tape.slots(states[0]["exp_avg"], fold.place),
+                slots=None if self._tape is None else self._tape.slots(states[0]["exp_avg"], [f.place for f in alike]),
             )
         self._ranks.after(self, [f.param for f in folds])
 
@@ -459,7 +459,7 @@ class InvariantAdam(Optimizer):
             self._flush()
         self._update.watch_backward(self._flush_queue)
         keep, gain, place = self._count(p, part, kappa, scale, paired=True, signed=False)
-        slots = None if self._tape is None else self._tape.slots(m, place)
+        slots = None if self._tape is None else self._tape.slots(m, [place])
         return kernels.Target(m, v, keep, gain, self._counter(p.device), slots)
 
     def _part(self, p: Tensor) -> folding.Part:
@@ -584,7 +584,7 @@ class InvariantAdam(Optimizer):
                     [self._ranks.weight(p) for p in ready],
                     [self._ranks.local(state["exp_avg"]) for state in states],
                     [self._ranks.local(state["exp_avg_sq"]) for state in states],
-                    slots=None if tape is None else tape.slots(states[0]["exp_avg"], param=ready[0]),
+                    slots=None if tape is None else tape.slots(states[0]["exp_avg"], params=ready),
                     **scalars,
                 )
             for alike in self._alike([waiting[p] for p in move.params if p in waiting] if waiting else []):
@@ -599,7 +599,9 @@ class InvariantAdam(Optimizer):
                     keep=fold.keep,
                     gain=fold.gain,
                     count=self._counter(fold.grad.device),
-                    slots=None if tape is None else tape.slots(states[0]["exp_avg"], fold.place, fold.param),
+                    slots=None
+                    if tape is None
+                    else tape.slots(states[0]["exp_avg"], [f.place for f in alike], [f.param for f in alike]),
                     **scalars,
                 )
 
@@ -632,15 +634,14 @@ class InvariantAdam(Optimizer):
             for hook in self._update_hooks.values():
                 hook(self, start, stop)
             moves = self._plan()
+            steps = {p: (move.size, move.eps, move.decay, 0.0) for move in moves for p in move.params}
+            rows = [
+                tape.row([folds[place] for place in launch.places], [steps[p] for p in launch.params])
+                for launch in tape.launches
+            ]
         except BaseException:
             self._update = Update()
             raise
-        steps = {p: (move.size, move.eps, move.decay, 0.0) for move in moves for p in move.params}
-        blank = (0.0,) * 4
-        rows = [
-            [*(blank if place is None else folds[place]), *(blank if p is None else steps[p])]
-            for _, place, p in tape.launches
-        ]
         self._close(moves, stop)
         return rows
 
