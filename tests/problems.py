@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from invariant_adam import reference
+from invariant_adam.one_pass import pair
 from invariant_adam.scaling import Hyperparameters, scale
 
 
@@ -76,3 +77,8 @@ def moments(opt: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
 
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
+
+
+def put(p, grad, grad_sq, kappa):
+    """Make a pair of `p` complete, as one pass does."""
+    pair.put(p, pair.Pair(grad, grad_sq, kappa), pair.taker_of(p))

@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import batches, distance, flat, gradient_of, loss, mlp, moments, reference_run
+from problems import batches, distance, flat, gradient_of, loss, mlp, moments, put, reference_run
 from torch import nn
 
 from invariant_adam import InvariantAdam, reference
-from invariant_adam.one_pass import pair
 from invariant_adam.scaling import Hyperparameters, scale
 
 H = Hyperparameters(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -43,7 +42,7 @@ def put_pairs(model, micro, divisor=1.0):
     grads = [torch.autograd.grad(loss(model, x) / divisor, list(model.parameters())) for x in micro]
     for p, g in zip(model.parameters(), zip(*grads, strict=True), strict=True):
         g = torch.stack(g)
-        pair.put(p, g.mean(0), g.square().mean(0), float(len(micro)))
+        put(p, g.mean(0), g.square().mean(0), float(len(micro)))
 
 
 def assert_equal(model, opt, state, tolerance):

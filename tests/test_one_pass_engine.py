@@ -262,8 +262,8 @@ def test_an_optimizer_that_subscribes_gets_each_pair_in_backward() -> None:
     want = loop(model, (x,), mean_square, 2, 8)
     taken, alive = {}, []
 
-    def taker(p: Tensor) -> None:
-        taken[id(p)] = pair.take(p)
+    def taker(p: Tensor, found: pair.Pair) -> None:
+        taken[id(p)] = found.means()
         alive.append(sum(q.grad is not None for q in model.parameters()))
 
     for p in model.parameters():
@@ -569,7 +569,7 @@ def test_compiled_graphs_hand_over_early_and_refuse_two_forwards() -> None:
     want = loop(model, (x,), mean_square, 2, B)
     taken = {}
     for p in model.parameters():
-        pair.subscribe(p, lambda p: taken.__setitem__(id(p), pair.take(p)))
+        pair.subscribe(p, lambda p, found: taken.__setitem__(id(p), found.means()))
     for _ in range(2):
         taken.clear()
         with one_pass(compiled, 2):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import batches, distance, flat, gradient_of, loss, mlp, moments
+from problems import batches, distance, flat, gradient_of, loss, mlp, moments, put
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -562,10 +562,10 @@ def test_on_nonfinite_raise_stops_before_the_weights_move():
 def test_a_pair_is_folded_at_once_and_counts_kappa():
     w = nn.Parameter(torch.ones(2, dtype=torch.float64))
     opt = InvariantAdam([w], micro_batch_size=4)
-    pair.put(w, torch.tensor([1.0, 2.0]).double(), torch.tensor([3.0, 5.0]).double(), 2.0)
+    put(w, torch.tensor([1.0, 2.0]).double(), torch.tensor([3.0, 5.0]).double(), 2.0)
     assert w.grad is None
     assert not hasattr(w, "grad_sq")
-    pair.put(w, torch.tensor([1.0, 2.0]).double(), torch.tensor([3.0, 5.0]).double(), 6.0)
+    put(w, torch.tensor([1.0, 2.0]).double(), torch.tensor([3.0, 5.0]).double(), 6.0)
     assert opt.kappa == 8
     opt.step()
     assert opt.samples_seen == 32
@@ -584,7 +584,7 @@ def test_a_kernel_that_folds_its_pair_itself_makes_the_same_update(maximize):
     for kappa in (2.0, 3.0, 3.0):
         for _ in range(2):
             g, square = torch.randn(5), torch.rand(5)
-            pair.put(w, g.clone(), square.clone(), kappa)
+            put(w, g.clone(), square.clone(), kappa)
             target = other._target(twin, kappa, scale=(0.5, 0.25))
             target.exp_avg.mul_(target.keep[0]).add_(2 * g, alpha=target.gain[0])
             target.exp_avg_sq.mul_(target.keep[1]).add_(4 * square, alpha=target.gain[1])
@@ -606,8 +606,8 @@ def test_what_is_more_than_a_sum_is_not_left_to_a_kernel():
 
 def test_pairs_accumulate_where_nobody_folds_them():
     w = nn.Parameter(torch.ones(1))
-    pair.put(w, torch.tensor([1.0]), torch.tensor([1.0]), 1.0)
-    pair.put(w, torch.tensor([4.0]), torch.tensor([16.0]), 2.0)
+    put(w, torch.tensor([1.0]), torch.tensor([1.0]), 1.0)
+    put(w, torch.tensor([4.0]), torch.tensor([16.0]), 2.0)
     assert pair.peek(w) == pair.Pair(torch.tensor([3.0]), torch.tensor([11.0]), 3.0)
     opt = InvariantAdam([w], fold="call")
     opt.step()  # consumes them
@@ -640,7 +640,7 @@ def test_half_a_pair_is_refused():
 def test_clipping_a_pair_is_refused():
     w = nn.Parameter(torch.ones(2))
     opt = InvariantAdam([w], fold="call", max_micro_norm=1.0)
-    pair.put(w, torch.ones(2), torch.ones(2), 2.0)
+    put(w, torch.ones(2), torch.ones(2), 2.0)
     with pytest.raises(RuntimeError, match="max_micro_norm=1 clips each micro-batch"):
         opt.step()
 

@@ -232,12 +232,11 @@ def test_small_gradients_share_a_launch(sharing, launches, kappa, monkeypatch):
 
 
 def test_the_queue_is_bounded_and_leaves_large_ones_alone(sharing, launches, monkeypatch):
-    monkeypatch.setattr(optimizer, "_SMALL", 30)  # the first weight has 35 elements
-    monkeypatch.setattr(optimizer, "_QUEUE", 20)
+    monkeypatch.setattr(optimizer, "_QUEUE", 25)  # the first weight has 35 elements
     model = mlp()
     opt = InvariantAdam(model.parameters())
     loss(model, batches(1)[0]).backward()
-    assert launches[-1:] == [("fold", 1)] or sum(n for _, n in launches) == 6
+    assert sum(n for _, n in launches) == 6
     assert len(launches) < 6
     opt.step()
 

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +22,29 @@ class Folder(Protocol):
     """What can own parameters: something that takes a gradient the moment a backward has left it."""
 
     def on_grad(self, p: Tensor) -> None:
-        """Take the gradient or the pair off `p`."""
+        """Take the gradient off `p`."""
+
+    def on_pair(self, p: Tensor, found: pair.Pair) -> None:
+        """Take the pair of a one-pass mini-batch."""
 
     def on_taken(self, p: Tensor) -> None:
         """Note that `p` has another owner now."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(hook: F) -> F:
+    """Have torch.compile pass over a hook and all that it calls, where it is at work on what called backward.
+
+    As `torch.compiler.disable` does by a wrapper, whose time each parameter would pay in each backward.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # before torch 2.7
+        return torch.compiler.disable(hook)  # type: ignore[no-any-return]
+    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return hook
 
 
 # Parameter -> (weak reference to its owner, handle of the hook).
@@ -52,12 +71,18 @@ def own(p: Tensor, folder: Folder, *, hook: bool) -> None:
     """
     reference = weakref.ref(folder)
 
+    @untraced
     def on_grad(p: Tensor) -> None:
         folder = reference()
+        if folder is not None and not pair.is_armed(p):  # armed: half of a pair, whose square is still to come
+            folder.on_grad(p)
+
+    @untraced
+    def on_pair(p: Tensor, found: pair.Pair) -> None:
+        folder = reference()
         if folder is not None:
-            # Inside one_pass each p.grad would ask its dispatcher.
-            with torch._C.DisableTorchFunctionSubclass():
-                folder.on_grad(p)
+            with torch._C.DisableTorchFunctionSubclass():  # inside one_pass each p.grad would ask its dispatcher
+                folder.on_pair(p, found)
 
     before = owner(p)
     if before is not None:
@@ -66,7 +91,7 @@ def own(p: Tensor, folder: Folder, *, hook: bool) -> None:
     if handle is not None:
         handle.remove()
     _owners[p] = (reference, p.register_post_accumulate_grad_hook(on_grad) if hook else None)
-    pair.subscribe(p, on_grad if hook else None)
+    pair.subscribe(p, on_pair if hook else None)
 
 
 def folds(p: Tensor) -> bool:

@@ -40,10 +40,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _eager: Callable[[F], F] = torch.compiler.disable
 
 _ONES = (1.0, 1.0)
-# Where launches are worth sharing: gradients of fewer elements than _SMALL wait for others until the end of their
-# backward, at most _QUEUE elements of them.
+# Where launches are worth sharing: gradients wait for others until the end of their backward, at most _QUEUE elements
+# of them at a time: 32 MiB of float32 pairs.
 _SHARING = frozenset({"cuda", "xpu", "mps"})
-_SMALL, _QUEUE = 1 << 16, 1 << 22
+_QUEUE = 1 << 22
 _promote = cache(torch.promote_types)
 _COUNTERS = itemgetter(*folding.fresh())
 
@@ -295,25 +295,28 @@ class InvariantAdam(Optimizer):
         if plain:
             self._update.count_call(self._weight)
 
-    @_eager
     def on_grad(self, p: Tensor) -> None:
-        """Fold what a backward just left on `p`: a micro-batch gradient, or the pair of a one-pass mini-batch."""
+        """Fold the micro-batch gradient that a backward just left on `p`."""
         if torch.is_grad_enabled():  # create_graph=True; elsewhere the context would only cost time
             with torch.no_grad():
                 self.on_grad(p)
             return
-        if not pair.is_there(p):
-            if pair.is_armed(p):
-                return  # a mini-batch gradient, half of a pair whose square is still to come
-            self._update.count_backward(self._weight, self._flush_queue)
-        else:
-            self._update.watch_backward(self._flush_queue)
+        self._update.count_backward(self._weight, self._flush_queue)
         self._fold([p])
 
-    def _fold(self, params: list[Tensor]) -> None:
-        """Fold the gradients or pairs on `params`, one micro-batch's or mini-batch's, and take them off."""
+    def on_pair(self, p: Tensor, found: pair.Pair) -> None:
+        """Fold the pair of a one-pass mini-batch, just made by a backward."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.on_pair(p, found)
+            return
+        self._update.watch_backward(self._flush_queue)
+        self._fold([p], [self._arrival(p, found)])
+
+    def _fold(self, params: list[Tensor], arrivals: list[_Arrival] | None = None) -> None:
+        """Fold the pairs of `params` that arrived, or take off and fold what is on them."""
         self._refuse_capture(params[0])
-        if self.max_micro_norm is not None and any(pair.peek(p) is not None for p in params):
+        if self.max_micro_norm is not None and (arrivals or any(pair.is_there(p) for p in params)):
             raise RuntimeError(
                 f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
                 "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
@@ -322,7 +325,7 @@ class InvariantAdam(Optimizer):
         parts = [self._part(p) for p in params]  # refuses before anything changes
         if any(part.kappa and (p in update.late or p in update.queue) for p, part in zip(params, parts, strict=True)):
             self._flush()
-        arrivals = [self._take(p) for p in params]
+        arrivals = arrivals or [self._take(p) for p in params]
         self._condition(params, arrivals)
         if self._ranks.absorb(self, params, parts, arrivals):
             return
@@ -332,15 +335,16 @@ class InvariantAdam(Optimizer):
             fold = Fold(p, x.grad, x.square, keep, gain, place)
             if self._is_whole(part, x):
                 update.late[p] = fold
-            elif self._is_small(x):
-                update.queue[p] = fold
+            elif self._may_wait(x):
                 update.queued += x.grad.numel()
+                if update.queued > _QUEUE:
+                    self._flush_queue()
+                    update.queued = x.grad.numel()
+                update.queue[p] = fold
             else:
                 now.append(fold)
         if now:
             self._launch(now)
-        if update.queued > _QUEUE:
-            self._flush_queue()
 
     def _is_whole(self, part: folding.Part, x: _Arrival) -> bool:
         """Whether a gradient is all that its parameter gets in this update, so that it may wait for `step`.
@@ -353,10 +357,10 @@ class InvariantAdam(Optimizer):
             return False
         return part.kappa == x.kappa >= expected
 
-    def _is_small(self, x: _Arrival) -> bool:
+    def _may_wait(self, x: _Arrival) -> bool:
         """Whether a gradient may wait for the end of the backward that is running, to share a launch with others."""
         return (
-            x.grad.numel() < _SMALL
+            x.grad.numel() < _QUEUE
             and not self._ranks.hurries(self)
             and not x.borrowed
             and x.grad.device.type in _SHARING
@@ -417,7 +421,6 @@ class InvariantAdam(Optimizer):
             alike[key].append(f)
         return alike.values()
 
-    @_eager
     @torch.no_grad()
     def _flush_queue(self) -> None:
         """Fold the small gradients that wait for each other, in one launch."""
@@ -488,10 +491,9 @@ class InvariantAdam(Optimizer):
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
-        found = pair.take(p, scaled=False)
+        found = pair.take(p)
         if found is not None:
-            grad, square = (self._ranks.gradient(p, t.detach()) for t in (found.grad, found.grad_sq))
-            return _Arrival(grad, square, found.kappa, found.scale, found.borrowed)
+            return self._arrival(p, found)
         assert p.grad is not None
         grad, p.grad = p.grad.detach(), None
         if grad.layout != torch.strided:
@@ -500,6 +502,10 @@ class InvariantAdam(Optimizer):
         elif 0 in grad.stride():
             grad = grad.clone()  # expanded, not to be written to
         return _Arrival(self._ranks.gradient(p, grad), None, self._weight, _ONES)
+
+    def _arrival(self, p: Tensor, found: pair.Pair) -> _Arrival:
+        grad, square = (self._ranks.gradient(p, t.detach()) for t in (found.grad, found.grad_sq))
+        return _Arrival(grad, square, found.kappa, found.scale, found.borrowed)
 
     def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:
         """Make the gradients what is to be squared: clipped, with L2 decay inside."""

@@ -15,11 +15,11 @@ from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import adam_torch
 from .adam_torch import clip, guard
+from .ops import operator
 
 __all__ = ["Target", "clip", "fold", "fold_step", "guard", "step"]
 
@@ -108,8 +108,10 @@ def fold_step(
     )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "invariant_adam::fold_step", mutates_args=("params", "grads", "squares", "exp_avgs", "exp_avg_sqs", "count")
+@operator(
+    "fold_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] squares, Tensor(d!)[] exp_avgs, "
+    "Tensor(e!)[] exp_avg_sqs, float[] scalars, Tensor(f!) count) -> ()",
+    lambda *_: None,
 )
 def fold_step_op(
     params: Sequence[Tensor],
@@ -129,16 +131,3 @@ def fold_step_op(
         list(params), list(grads), list(squares) or None, list(exp_avgs), list(exp_avg_sqs),
         keep=(keep1, keep2), gain=(gain1, gain2), size=size, eps=eps, decay=decay, count=count,
     )  # fmt: skip
-
-
-@fold_step_op.register_fake
-def _(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    scalars: Sequence[float],
-    count: Tensor,
-) -> None:
-    return None

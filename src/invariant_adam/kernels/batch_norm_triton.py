@@ -8,7 +8,7 @@ tensors are read twice and written once in each direction.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_square_triton import _multiprocessors
+from .ops import operator
 
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile
 CHUNKS = 32  # at most, of a group's rows
@@ -283,80 +284,29 @@ def backward(
 # The same as operators that `torch.compile` takes as they are.
 
 
-@torch.library.custom_op("invariant_adam::ghost_statistics", mutates_args=("running_mean", "running_var"))
-def statistics_op(
-    x: Tensor,
-    kappa: int,
-    eps: float,
-    running_mean: Optional[Tensor],  # noqa: UP045 - the schema's
-    running_var: Optional[Tensor],  # noqa: UP045
-    keep: float,
-    gain: float,
-    ratio: float,
-) -> tuple[Tensor, Tensor]:
-    """`statistics`."""
-    return statistics(x, kappa, eps, running_mean, running_var, keep, gain, ratio)
-
-
-@statistics_op.register_fake
-def _(
-    x: Tensor,
-    kappa: int,
-    eps: float,
-    running_mean: Optional[Tensor],  # noqa: UP045
-    running_var: Optional[Tensor],  # noqa: UP045
-    keep: float,
-    gain: float,
-    ratio: float,
-) -> tuple[Tensor, Tensor]:
+def _statistics_shapes(x: Tensor, kappa: int, *_: Any) -> tuple[Tensor, Tensor]:
     mean = x.new_empty(kappa, x.shape[1], dtype=torch.float32)
     return mean, torch.empty_like(mean)
 
 
-@torch.library.custom_op("invariant_adam::ghost_normalise", mutates_args=())
-def normalise_op(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    w: Optional[Tensor],  # noqa: UP045
-    b: Optional[Tensor],  # noqa: UP045
-) -> Tensor:
-    """`normalise`."""
-    return normalise(x, mean, rstd, w, b)
-
-
-@normalise_op.register_fake
-def _(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    w: Optional[Tensor],  # noqa: UP045
-    b: Optional[Tensor],  # noqa: UP045
-) -> Tensor:
+def _normalise_shape(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("invariant_adam::ghost_backward", mutates_args=())
-def backward_op(
-    g: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    w: Optional[Tensor],  # noqa: UP045
-    c: Optional[Tensor],  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward`."""
-    return backward(g, x, mean, rstd, w, c)
-
-
-@backward_op.register_fake
-def _(
-    g: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    w: Optional[Tensor],  # noqa: UP045
-    c: Optional[Tensor],  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(g: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     kappa, channels = mean.shape
     return torch.empty_like(x), mean.new_empty(kappa, 2, channels), mean.new_empty(4, channels)
+
+
+statistics_op = operator(
+    "ghost_statistics(Tensor x, int kappa, float eps, Tensor(a!)? running_mean, Tensor(b!)? running_var, float keep, "
+    "float gain, float ratio) -> (Tensor, Tensor)",
+    _statistics_shapes,
+)(statistics)
+normalise_op = operator(
+    "ghost_normalise(Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? b) -> Tensor", _normalise_shape
+)(normalise)
+backward_op = operator(
+    "ghost_backward(Tensor g, Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? c) -> (Tensor, Tensor, Tensor)",
+    _backward_shapes,
+)(backward)

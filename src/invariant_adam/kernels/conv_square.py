@@ -96,8 +96,11 @@ def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) ->
         if is_pointwise(geo):
             dW, S = gemm_square(*pointwise(G, X), c)
             return dW.view(geo.weight), S.view(geo.weight)
-        shape, *taps = [list(sizes) for sizes in geo[:4]]
-        dW, S = fused.conv_square_op(G, X, c, shape, *taps, geo.groups, geo.channels_last)
+        if torch.compiler.is_compiling():
+            shape, *taps = [list(sizes) for sizes in geo[:4]]
+            dW, S = fused.conv_square_op(G, X, c, shape, *taps, geo.groups, geo.channels_last)
+        else:
+            dW, S = fused.conv_square(G, X, geo, c)
         return dW, S
     return _one_by_one(G, X, geo, c)
 

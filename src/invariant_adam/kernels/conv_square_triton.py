@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,6 +33,7 @@ from .adam import Target
 from .adam_triton import LIMIT
 from .conv_square import Geometry
 from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _round_tf32, _stages
+from .ops import operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -447,11 +448,20 @@ def _empty(shape: tuple[int, ...], channels_last: bool, device: torch.device) ->
     return torch.empty(shape, dtype=torch.float32, device=device, memory_format=format)
 
 
-@torch.library.custom_op("invariant_adam::conv_square", mutates_args=())
+def _shapes(G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
+    channels_last: bool = rest[-1]
+    return _empty(tuple(weight), channels_last, G.device), _empty(tuple(weight), channels_last, G.device)
+
+
+@operator(
+    "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, int groups, "
+    "bool channels_last) -> (Tensor, Tensor)",
+    _shapes,
+)
 def conv_square_op(
     G: Tensor,
     X: Tensor,
-    c: Optional[Tensor],  # noqa: UP045 - the schema's
+    c: Tensor | None,
     weight: list[int],
     stride: list[int],
     padding: list[int],
@@ -462,21 +472,6 @@ def conv_square_op(
     """`conv_square` as an operator that `torch.compile` takes as it is."""
     shape, taps = tuple(weight), (tuple(stride), tuple(padding), tuple(dilation))
     return conv_square(G, X, Geometry(shape, *taps, False, (0, 0), groups, channels_last), c)
-
-
-@conv_square_op.register_fake
-def _(
-    G: Tensor,
-    X: Tensor,
-    c: Optional[Tensor],  # noqa: UP045
-    weight: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor]:
-    return _empty(tuple(weight), channels_last, G.device), _empty(tuple(weight), channels_last, G.device)
 
 
 def choose(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> Config:

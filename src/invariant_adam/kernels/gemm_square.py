@@ -50,7 +50,8 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, 
     how = method(rows)
     if how == "products":
         if fused is not None and takes_fused(G):
-            dW, S = fused.gemm_square_op(G, X, c)
+            call = fused.gemm_square_op if torch.compiler.is_compiling() else fused.gemm_square
+            dW, S = call(G, X, c)
             return dW, S
         return _products(G, X, c)
     flat_g, flat_x = G.reshape(-1, out), X.reshape(-1, X.shape[-1])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from functools import lru_cache
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import tuning
 from .adam import Target
 from .adam_triton import LIMIT
+from .ops import operator
 
 
 class Config(NamedTuple):
@@ -158,57 +159,82 @@ def gemm_square(
     G, X = G.contiguous(), X.contiguous()
     c = None if c is None else c.to(torch.float32)
     kappa, rows, m = G.shape
-    n = X.shape[2]
-    if config is None:
-        config = tuning.best(
-            "gemm_square",
-            (m, n, rows, kappa, str(G.dtype)),
-            G.device,
-            choose(m, n, rows, G.dtype),
-            lambda: candidates(m, n, rows, G.dtype),
-            lambda config: gemm_square(G, X, c, config=config),
-        )
-    tiles = triton.cdiv(m, config.bm) * triton.cdiv(n, config.bn)
-    cut = _cut(tiles, kappa, rows, G.device) if config.split else None
+    n, device = X.shape[2], G.device
+    shape = (kappa, rows, m, n, G.dtype, device)
+    launch = _launches.get(shape) if config is None else None
+    if launch is None:
+        launch = plan(*shape, config or _best(G, X, c))
+        if config is None:
+            _launches[shape] = launch
+    cut, bm, bn, bk = launch.cut, launch.config.bm, launch.config.bn, launch.config.bk
     partial = arrived = table = None
     if cut is not None:
         table = cut.table
-        partial = torch.empty(cut.partials, 2, config.bm, config.bn, device=G.device)
-        arrived = torch.zeros(tiles, dtype=torch.int32, device=G.device)
+        partial = torch.empty(cut.partials, 2, bm, bn, device=device)
+        arrived = torch.zeros(launch.tiles, dtype=torch.int32, device=device)
     if into is None:
-        D, S = (torch.empty(m, n, dtype=torch.float32, device=G.device) for _ in range(2))
+        D, S = (torch.empty(m, n, dtype=torch.float32, device=device) for _ in range(2))
         fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
     else:
         D, S = into.exp_avg, into.exp_avg_sq
         fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
-    # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
-    aligned = _has_tile_loads(G.device) and all(
-        t.shape[2] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X)
-    )
+    aligned = launch.aligned and G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
     operands: list[Any] = [G, X]
     if aligned:
-        operands = [TensorDescriptor.from_tensor(t, [1, config.bk, b]) for t, b in ((G, config.bm), (X, config.bn))]
-    _gemm_square[(tiles if cut is None else cut.blocks,)](
-        *operands, c, D, S, table, partial, arrived, m, n, rows, kappa, *fold,
-        BM=config.bm, BN=config.bn, BK=config.bk, BAND=config.band,
+        operands = [TensorDescriptor.from_tensor(t, [1, bk, b]) for t, b in ((G, bm), (X, bn))]
+    _gemm_square[launch.grid](
+        *operands, c, D, S, table, partial, arrived, m, n, rows, kappa, *fold, **launch.constants,
         HAS_C=c is not None, DESCRIPTORS=aligned, CUT=cut is not None, INTO=into is not None,
         PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        num_warps=config.warps,
-        num_stages=_stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
     )  # fmt: skip
     return D, S
 
 
-@torch.library.custom_op("invariant_adam::gemm_square", mutates_args=())
-def gemm_square_op(G: Tensor, X: Tensor, c: Optional[Tensor]) -> tuple[Tensor, Tensor]:  # noqa: UP045 - the schema's
-    """`gemm_square` as an operator that `torch.compile` takes as it is."""
-    return gemm_square(G, X, c)
+class Launch(NamedTuple):
+    """What a shape and a configuration fix of a launch."""
+
+    config: Config
+    tiles: int
+    cut: Cut | None
+    grid: tuple[int]
+    aligned: bool  # whether the hardware's tile loads (Hopper on) take its rows, of 16 bytes; others go by address
+    constants: dict[str, int]
 
 
-@gemm_square_op.register_fake
-def _(G: Tensor, X: Tensor, c: Optional[Tensor]) -> tuple[Tensor, Tensor]:  # noqa: UP045
+# (κ, R, o, i, dtype, device) -> its launch with the best configuration: what a layer asks for in every update.
+_launches: dict[tuple[Any, ...], Launch] = {}
+
+
+def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torch.device, config: Config) -> Launch:
+    """How κ groups of R rows, (R, m) and (R, n), are launched with a configuration."""
+    bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
+    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    cut = _cut(tiles, kappa, rows, device) if config.split else None
+    aligned = _has_tile_loads(device) and m * size % 16 == 0 and n * size % 16 == 0
+    stages = _stages(device, (bm + bn) * bk * size, config.stages)
+    constants = {"BM": bm, "BN": bn, "BK": bk, "BAND": config.band, "num_warps": config.warps, "num_stages": stages}
+    return Launch(config, tiles, cut, (tiles if cut is None else cut.blocks,), aligned, constants)
+
+
+def _best(G: Tensor, X: Tensor, c: Tensor | None) -> Config:
+    """The configuration that is best for these operands: see `tuning`."""
+    (kappa, rows, m), n = G.shape, X.shape[2]
+    return tuning.best(
+        "gemm_square",
+        (m, n, rows, kappa, str(G.dtype)),
+        G.device,
+        choose(m, n, rows, G.dtype),
+        lambda: candidates(m, n, rows, G.dtype),
+        lambda config: gemm_square(G, X, c, config=config),
+    )
+
+
+def _shapes(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
     out = G.new_empty(G.shape[2], X.shape[2], dtype=torch.float32)
     return out, torch.empty_like(out)
+
+
+gemm_square_op = operator("gemm_square(Tensor G, Tensor X, Tensor? c) -> (Tensor, Tensor)", _shapes)(gemm_square)
 
 
 def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:

@@ -64,6 +64,7 @@ class Engine:
         # As `refresh` found it the last time; the entries hold their parameters, so that an id stays theirs.
         self.structure: list[Any] = []
         self.order: list[Entry] = []
+        self.subscriptions = -1  # `pair.subscriptions` when the entries asked for their takers
         self.spans = False  # a module is there whose statistics may span micro-batches: look again every time
 
     def refresh(self, model: nn.Module) -> list[Entry]:
@@ -94,7 +95,7 @@ class Engine:
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
             self.entries = seen
             self.checked.clear()
-        self.structure, self.order = structure, list(seen.values())
+        self.structure, self.order, self.subscriptions = structure, list(seen.values()), -1
         return self.order
 
     # What the rules ask.
@@ -330,6 +331,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
 
     def _open(self, entries: list[Entry]) -> None:
         engine = self.engine
+        if engine.subscriptions != pair.subscriptions:
+            for entry in entries:
+                entry.taker = pair.taker_of(entry.param)
+            engine.subscriptions = pair.subscriptions
         for entry in entries:
             p = entry.param
             self.armed.append(entry)
@@ -341,7 +346,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
             pair.arm(p)
-            entry.watcher = self._arrived if pair.has_taker(p) else None
+            entry.watcher = None if entry.taker is None else self._arrived
         self.undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
         for patch in batch_norm.patches(self.model, engine):
@@ -539,7 +544,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         p.grad = entry.before
         entry.companion.grad = None
         entry.done = True
-        pair.put(p, grad, square, groups.batch / self.micro, scale)
+        pair.put(p, pair.Pair(grad, square, groups.batch / self.micro, scale), entry.taker)
 
 
 def _parameters(model: nn.Module, sharded: bool) -> Iterable[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.gemm_square import wide
+from .pair import Taker
 
 _keys = count()
 
@@ -39,6 +40,7 @@ class Entry:
         self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
         self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
+        self.taker: Taker | None = None  # who wants its pairs as they are made
         self.watcher: Callable[[Entry], None] | None = None  # told of each gradient, while a context is open
         self.companion.register_post_accumulate_grad_hook(self._fire)
         me = weakref.ref(self)  # the parameter outlives what an engine knew of it

@@ -11,7 +11,7 @@ meaning, is the "gradient" of a leaf of no dimension, the ticket.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Optional
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels import conv_square as convolutions
 from ..kernels import gemm_square as kernels
 from ..kernels.conv_square import Geometry
+from ..kernels.ops import operator
 from . import pair
 from .groups import UnsupportedUse
 from .handles import Entry, Handle
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
 
 
-SMALL = 1 << 16  # elements
+# Elements of a vector up to which a compiled graph returns its pair like any gradient, so that it may wait for others
+# to share a launch with: what an operator is given must be folded at once.
+SMALL = 1 << 16
 
 
 class Sink:
@@ -43,7 +46,7 @@ class Sink:
                 f"into= must hold all trainable parameters of the model, and has not {', '.join(missing[:5])}"
                 f"{' and others' if len(missing) > 5 else ''}; add them to the optimizer or freeze them"
             )
-        if any(entry.watcher is None for entry in entries):  # nobody takes its pairs
+        if any(entry.taker is None for entry in entries):  # nobody takes its pairs
             raise ValueError(
                 'into= needs an optimizer that folds in backward, InvariantAdam(fold="backward"), which is the latest '
                 'one built on these parameters; with fold="call" leave into= out and call opt.fold()'
@@ -97,14 +100,14 @@ class Sink:
 
     def _hand(self, entry: Entry, dW: Tensor, S: Tensor, borrowed: bool = False) -> None:
         p = entry.param
-        pair.put(p, dW.to(p.dtype), S, self.kappa, self.scale, borrowed=borrowed)
+        pair.put(p, pair.Pair(dW.to(p.dtype), S, self.kappa, self.scale, borrowed), entry.taker)
 
 
 def products(handle: Handle, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
     """Hand over a linear layer's pair by its operands; what is returned is the gradient of the ticket."""
     key = _key(handle)
     if torch.compiler.is_compiling():
-        return torch.ops.invariant_adam.into_products(G, X, c, key)
+        return _into_products(G, X, c, key)
     return _open().products(key, G, X, c)
 
 
@@ -114,7 +117,7 @@ def convolution(handle: Handle, G: Tensor, X: Tensor, geo: Geometry, c: Tensor |
     if torch.compiler.is_compiling():
         sizes = [list(part) for part in (geo.weight, geo.stride, geo.padding, geo.dilation, geo.output_padding)]
         flags = geo.transposed, geo.channels_last
-        return torch.ops.invariant_adam.into_convolution(G, X, c, *sizes, geo.groups, *flags, key)
+        return _into_convolution(G, X, c, *sizes, geo.groups, *flags, key)
     return _open().convolution(key, G, X, geo, c)
 
 
@@ -122,7 +125,7 @@ def give(handle: Handle, dW: Tensor, S: Tensor) -> Any:
     """Hand over a pair; what is returned is the gradient of the ticket."""
     key = _key(handle)
     if torch.compiler.is_compiling():
-        return torch.ops.invariant_adam.into_pair(dW, S, key)
+        return _into_pair(dW, S, key)
     return _open().pair(key, dW, S)
 
 
@@ -137,17 +140,26 @@ def _open() -> Sink:
     return Sink.open
 
 
-@torch.library.custom_op("invariant_adam::into_products", mutates_args=())
-def _into_products(G: Tensor, X: Tensor, c: Optional[Tensor], key: int) -> Tensor:  # noqa: UP045 - the schema's
-    _open().products(key, G, X, c)
+def _ticket_shape(like: Tensor, *_: Any) -> Tensor:
+    return like.new_empty((), dtype=torch.float32)
+
+
+@operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", _ticket_shape)
+def _into_products(G: Tensor, X: Tensor, c: Tensor | None, key: int) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():  # each look at a parameter would ask its dispatcher
+        _open().products(key, G, X, c)
     return _ticket(G)
 
 
-@torch.library.custom_op("invariant_adam::into_convolution", mutates_args=())
+@operator(
+    "into_convolution(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, "
+    "int[] output_padding, int groups, bool transposed, bool channels_last, int key) -> Tensor",
+    _ticket_shape,
+)
 def _into_convolution(
     G: Tensor,
     X: Tensor,
-    c: Optional[Tensor],  # noqa: UP045
+    c: Tensor | None,
     weight: list[int],
     stride: list[int],
     padding: list[int],
@@ -160,46 +172,16 @@ def _into_convolution(
 ) -> Tensor:
     sizes = (tuple(weight), tuple(stride), tuple(padding), tuple(dilation))
     geo = Geometry(*sizes, transposed, tuple(output_padding), groups, channels_last)
-    _open().convolution(key, G, X, geo, c)
+    with torch._C.DisableTorchFunctionSubclass():
+        _open().convolution(key, G, X, geo, c)
     return _ticket(G)
 
 
-@torch.library.custom_op("invariant_adam::into_pair", mutates_args=())
+@operator("into_pair(Tensor dW, Tensor S, int key) -> Tensor", _ticket_shape)
 def _into_pair(dW: Tensor, S: Tensor, key: int) -> Tensor:
-    # The graph takes its memory back. Small pairs are copied, so that they may wait for others to share a launch with.
-    borrowed = S.numel() >= SMALL
-    if not borrowed:
-        dW, S = dW.clone(), S.clone()
-    _open().pair(key, dW, S, borrowed=borrowed)
+    with torch._C.DisableTorchFunctionSubclass():
+        _open().pair(key, dW, S, borrowed=True)  # the graph takes their memory back
     return _ticket(S)
-
-
-@_into_products.register_fake
-def _(G: Tensor, X: Tensor, c: Optional[Tensor], key: int) -> Tensor:  # noqa: UP045
-    return G.new_empty((), dtype=torch.float32)
-
-
-@_into_convolution.register_fake
-def _(
-    G: Tensor,
-    X: Tensor,
-    c: Optional[Tensor],  # noqa: UP045
-    weight: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    output_padding: list[int],
-    groups: int,
-    transposed: bool,
-    channels_last: bool,
-    key: int,
-) -> Tensor:
-    return G.new_empty((), dtype=torch.float32)
-
-
-@_into_pair.register_fake
-def _(dW: Tensor, S: Tensor, key: int) -> Tensor:
-    return S.new_empty((), dtype=torch.float32)
 
 
 def _ticket(like: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ One backward over a mini-batch of κ micro-batches leaves on every parameter
     p.grad_kappa  κ               micro-batches in the mean; a ragged one counts n/M
 
 The engine calls `arm` when it opens, `put` for each parameter once its square exists, and `disarm` when it
-closes. The optimizer calls `take`. An optimizer that folds during backward also calls `subscribe`: it is then
-handed each pair at once, so that no more than one parameter's pair is alive.
+closes. The optimizer calls `take`. An optimizer that folds during backward calls `subscribe` instead: it is then
+handed each pair at once, never left on the parameter, so that no more than one parameter's pair is alive.
 """
 
 from __future__ import annotations
@@ -33,6 +33,17 @@ class Pair(NamedTuple):
     scale: tuple[float, float] = _ONES  # factors still to be put on grad and grad_sq
     borrowed: bool = False  # the memory of both is soon another's: they cannot wait
 
+    def means(self) -> Pair:
+        """The pair with its factors put on it."""
+        if self.scale == _ONES:
+            return self
+        # Not in place: a layer may have cut the pairs of its weight and its bias from one tensor.
+        grad, grad_sq = (t if factor == 1.0 else t * factor for t, factor in zip(self[:2], self.scale, strict=True))
+        return Pair(grad, grad_sq, self.kappa)
+
+
+Taker = Callable[[Tensor, Pair], None]
+
 
 def arm(p: Tensor) -> None:
     """Say that the next gradient of `p` is that of a whole mini-batch, not a micro-batch's."""
@@ -50,59 +61,50 @@ def is_armed(p: Tensor) -> bool:
     return hasattr(p, "grad_armed")
 
 
-def subscribe(p: Tensor, taker: Callable[[Tensor], None] | None) -> None:
-    """Have `taker(p)` called whenever `put` completes the pair of `p`; the latest taker, or None, wins."""
+def subscribe(p: Tensor, taker: Taker | None) -> None:
+    """Have `taker(p, pair)` called whenever a pair of `p` is complete; the latest taker, or None, wins."""
+    global subscriptions
+    subscriptions += 1
     if taker is not None:
         _subscribers[p] = taker
     elif p in _subscribers:
         del _subscribers[p]
 
 
-def has_taker(p: Tensor) -> bool:
-    """Whether an optimizer wants the pair of `p` as soon as it is complete."""
-    return p in _subscribers
+# Calls of `subscribe` so far: while it stays the same, so does every `taker_of`.
+subscriptions = 0
 
 
-def put(
-    p: Tensor,
-    grad: Tensor,
-    grad_sq: Tensor,
-    kappa: float,
-    scale: tuple[float, float] = _ONES,
-    *,
-    borrowed: bool = False,
-) -> None:
-    """Leave a pair on `p`, averaged with the pair that is already there.
+def taker_of(p: Tensor) -> Taker | None:
+    """What an optimizer wants called with the pair of `p` as soon as it is complete."""
+    taker: Taker | None = _subscribers.get(p)
+    return taker
+
+
+def put(p: Tensor, new: Pair, taker: Taker | None) -> None:
+    """Hand a pair of `p` to its taker, or leave it on `p`; averaged with the pair that is already there.
 
     Args:
         p: the parameter.
-        grad: mean_k g_k, or what `scale[0]` makes it of.
-        grad_sq: mean_k g_k², or what `scale[1]` makes it of.
-        kappa: κ, micro-batches in the means.
-        scale: factors that an optimizer that takes the pair at once puts on it in passing.
-        borrowed: whether the caller will write over both afterwards, as a compiled graph does.
+        new: the pair. A taker puts its factors on it in passing, and looks out for borrowed memory.
+        taker: what `taker_of(p)` says.
     """
-    taker = _subscribers.get(p)
-    before = peek(p)
-    if taker is None or before is not None:  # it stays for all to read
-        # Not in place: a layer may have cut the pairs of its weight and its bias from one tensor.
-        grad = grad if scale[0] == 1.0 else grad * scale[0]
-        grad_sq = grad_sq if scale[1] == 1.0 else grad_sq * scale[1]
-        scale = _ONES
+    before = take(p) if is_there(p) else None
     if before is not None:
-        total = before.kappa + kappa
-        grad = (before.grad * (before.scale[0] * before.kappa) + grad * kappa) / total
-        grad_sq = (before.grad_sq * (before.scale[1] * before.kappa) + grad_sq * kappa) / total
-        kappa, borrowed = total, False
-    p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
-    grad_sq.made_with = grad._version, scale, borrowed  # type: ignore[attr-defined]
+        new, total = new.means(), before.kappa + new.kappa
+        grad, grad_sq = ((a * before.kappa + b * new.kappa) / total for a, b in zip(before[:2], new[:2], strict=True))
+        new = Pair(grad, grad_sq, total)
     if taker is not None:
-        taker(p)
+        taker(p, new)
+        return
+    grad, grad_sq, kappa = new.means()[:3]
+    p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
+    grad_sq.made_with = grad._version  # type: ignore[attr-defined]
 
 
 def is_there(p: Tensor) -> bool:
     """Whether there is a square on `p`: cheaper than `peek`, which looks whether it makes a pair."""
-    return hasattr(p, "grad_sq")
+    return getattr(p, "grad_sq", None) is not None
 
 
 def peek(p: Tensor) -> Pair | None:
@@ -118,31 +120,21 @@ def peek(p: Tensor) -> Pair | None:
             "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
             "the optimizer's zero_grad()"
         )
-    version, scale, borrowed = getattr(grad_sq, "made_with", (p.grad._version, _ONES, False))
-    if version != p.grad._version:
+    if getattr(grad_sq, "made_with", p.grad._version) != p.grad._version:
         raise RuntimeError(
             f"p.grad of a parameter of shape {tuple(p.shape)} was changed in place after one_pass left it (clipped? "
             "unscaled by a GradScaler?), and p.grad_sq was not: they do not belong together. Use bfloat16 instead of "
             "a GradScaler, and no clipping with one_pass; clear the pair with the optimizer's zero_grad()"
         )
-    return Pair(p.grad, grad_sq, float(kappa), scale, borrowed)
+    return Pair(p.grad, grad_sq, float(kappa))
 
 
-def take(p: Tensor, *, scaled: bool = True) -> Pair | None:
-    """Remove the pair from `p` and return it.
-
-    Args:
-        p: the parameter.
-        scaled: whether the means are wanted; else what `scale` makes them of, which saves a pass over memory.
-    """
+def take(p: Tensor) -> Pair | None:
+    """Remove the pair from `p` and return it."""
     pair = peek(p)
-    if pair is None:
-        return None
-    clear(p)
-    p.grad = None
-    if scaled and pair.scale != _ONES:
-        grad, grad_sq = (t * factor for t, factor in zip(pair[:2], pair.scale, strict=True))
-        pair = pair._replace(grad=grad, grad_sq=grad_sq, scale=_ONES, borrowed=False)
+    if pair is not None:
+        clear(p)
+        p.grad = None
     return pair
 
 

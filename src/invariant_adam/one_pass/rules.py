@@ -21,6 +21,7 @@ from .dispatch import dispatch, rule
 from .functions import Affine, Conv, Embedding, GhostNorm, LayerNorm, Linear, RoutedLinear
 from .groups import UnsupportedUse
 from .handles import Handle, lift
+from .into import SMALL
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -41,7 +42,8 @@ def parts(engine: Engine, h: Handle | None, plain: Any, ticket: int | None = 0) 
         return plain, None
     if not h.grouped:
         engine.count(h)
-        if engine.into and h.direct and ticket is not None:
+        waits = torch.compiler.is_compiling() and h.value.ndim < 2 and h.value.numel() < SMALL
+        if engine.into and h.direct and ticket is not None and not waits:
             h.into = True
             return h.value, engine.ticket(h.value.device, ticket)
     return h.value, h.tag
