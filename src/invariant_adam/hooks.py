@@ -22,7 +22,7 @@ class Folder(Protocol):
     """What can own parameters: something that takes a gradient the moment a backward has left it."""
 
     def on_grad(self, p: Tensor) -> None:
-        """Take the gradient off `p`."""
+        """Take the gradient off `p`, and the square that may be beside it."""
 
     def on_pair(self, p: Tensor, found: pair.Pair) -> None:
         """Take the pair of a one-pass mini-batch."""

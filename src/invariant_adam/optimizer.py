@@ -296,12 +296,15 @@ class InvariantAdam(Optimizer):
             self._update.count_call(self._weight)
 
     def on_grad(self, p: Tensor) -> None:
-        """Fold the micro-batch gradient that a backward just left on `p`."""
+        """Fold what a backward just left on `p`: a micro-batch gradient, or the pair that FSDP2's ranks have made."""
         if torch.is_grad_enabled():  # create_graph=True; elsewhere the context would only cost time
             with torch.no_grad():
                 self.on_grad(p)
             return
-        self._update.count_backward(self._weight, self._flush_queue)
+        if pair.is_there(p):
+            self._update.watch_backward(self._flush_queue)
+        else:
+            self._update.count_backward(self._weight, self._flush_queue)
         self._fold([p])
 
     def on_pair(self, p: Tensor, found: pair.Pair) -> None:

@@ -234,7 +234,7 @@ class FullySharded(Team):
         if engine is not None and pair.is_armed(sharded._unsharded_param):
             scale = ONES if engine.single else engine.groups.scale(engine.reduction)
             kappa = engine.groups.batch / engine.micro
-            square.made_with = p.grad._version, scale, False
+            square.made_with = p.grad._version, scale
         p.grad_sq = square  # type: ignore[attr-defined]
         p.grad_kappa = self.size * kappa  # type: ignore[attr-defined]
 

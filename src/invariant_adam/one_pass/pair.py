@@ -89,9 +89,9 @@ def put(p: Tensor, new: Pair, taker: Taker | None) -> None:
         new: the pair. A taker puts its factors on it in passing, and looks out for borrowed memory.
         taker: what `taker_of(p)` says.
     """
-    before = take(p) if is_there(p) else None
-    if before is not None:
-        new, total = new.means(), before.kappa + new.kappa
+    found = take(p) if is_there(p) else None
+    if found is not None:
+        before, new, total = found.means(), new.means(), found.kappa + new.kappa
         grad, grad_sq = ((a * before.kappa + b * new.kappa) / total for a, b in zip(before[:2], new[:2], strict=True))
         new = Pair(grad, grad_sq, total)
     if taker is not None:
@@ -99,7 +99,7 @@ def put(p: Tensor, new: Pair, taker: Taker | None) -> None:
         return
     grad, grad_sq, kappa = new.means()[:3]
     p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
-    grad_sq.made_with = grad._version  # type: ignore[attr-defined]
+    grad_sq.made_with = grad._version, _ONES  # type: ignore[attr-defined]
 
 
 def is_there(p: Tensor) -> bool:
@@ -120,13 +120,14 @@ def peek(p: Tensor) -> Pair | None:
             "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
             "the optimizer's zero_grad()"
         )
-    if getattr(grad_sq, "made_with", p.grad._version) != p.grad._version:
+    version, scale = getattr(grad_sq, "made_with", (p.grad._version, _ONES))
+    if version != p.grad._version:
         raise RuntimeError(
             f"p.grad of a parameter of shape {tuple(p.shape)} was changed in place after one_pass left it (clipped? "
             "unscaled by a GradScaler?), and p.grad_sq was not: they do not belong together. Use bfloat16 instead of "
             "a GradScaler, and no clipping with one_pass; clear the pair with the optimizer's zero_grad()"
         )
-    return Pair(p.grad, grad_sq, float(kappa))
+    return Pair(p.grad, grad_sq, float(kappa), scale)
 
 
 def take(p: Tensor) -> Pair | None:
