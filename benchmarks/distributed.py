@@ -11,9 +11,11 @@ import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -338,115 +340,157 @@ def gloo(path):
 
 # --------------------------------------------------------------------------- NCCL with one rank
 
+TIMED = {"none": "no wrapper", "ddp": "DDP", "fsdp2": "FSDP2"}
+# What an update of B samples is; all but AdamW's by InvariantAdam.
+UPDATES_OF = ("AdamW", "one micro-batch", "expect(1)", "loop of 4", "one pass, M=1", "shard_state")
 
-def gpu_model(mode, method, name):
-    """A training step of GPT-2 with AdamW(fused) or InvariantAdam, inside DDP or FSDP2."""
+
+def wrap_alone(mode, model, device, policy=None):
+    """The model as `mode` has it, on one rank."""
+    if mode == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if mode == "fsdp2":
+        mesh = init_device_mesh(device.type, (1,))
+        options = {} if policy is None else {"mp_policy": policy}
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def check_one_pass(model, micro, ids, targets):
+    """Let one_pass check a plain model on two micro-batches; FSDP2 then goes on from what was found."""
     import invariant_adam as ia
+
+    with ia.one_pass(model, micro_batch_size=micro):
+        loss(model, ids[: 2 * micro], targets[: 2 * micro]).backward()
+    ia.InvariantAdam(model.parameters(), fold="call").zero_grad()
+
+
+def timed_update(mode, method, name, device, ids, targets):
+    """An update of a model of its own, in bfloat16, as a function without arguments."""
+    import invariant_adam as ia
+    from invariant_adam.lab.models import GPT
     from invariant_adam.lab.models import build as network
 
     torch.manual_seed(0)
-    model = network(name).cuda()
-    wrapped = model
-    if mode == "ddp":
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    elif mode == "fsdp2":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = init_device_mesh("cuda", (1,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        wrapped = fully_shard(model, mesh=mesh, mp_policy=policy)
+    with device:
+        model = GPT(VOCAB, CONTEXT, width=36, depth=2, heads=4) if name == "tiny" else network(name)
+    reduced = torch.autocast(device.type, torch.bfloat16, enabled=mode != "fsdp2")  # FSDP2 casts by itself
+    if method.startswith("one pass"):
+        with torch.autocast(device.type, torch.bfloat16):
+            check_one_pass(model, 1, ids, targets)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped = wrap_alone(mode, model, device, policy)
     if method == "AdamW":
         opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     else:
-        opt = ia.InvariantAdam(model.parameters(), lr=1e-4)
+        opt = ia.InvariantAdam(model.parameters(), lr=1e-4, weight_decay=0.01)
         if mode != "none":
-            options = {"shard_state": True} if method == "shard_state" else {}
-            ia.distributed.prepare(wrapped, opt, **options)
-    autocast = mode != "fsdp2"
+            ia.distributed.prepare(wrapped, opt, **({"shard_state": True} if method == "shard_state" else {}))
+    size = max(1, len(ids) // 4) if method == "loop of 4" else len(ids)
 
-    def step(ids, targets):
-        if method == "InvariantAdam, expect":
+    def update():
+        if method == "expect(1)":
             opt.expect(1)
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            logits = wrapped(ids)
-            value = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        value.backward()
+        once = method.startswith("one pass")
+        with ia.one_pass(wrapped, micro_batch_size=1) if once else contextlib.nullcontext():
+            for x, y in zip(ids.split(size), targets.split(size), strict=True):
+                with reduced:
+                    value = loss(wrapped, x, y)
+                value.backward()
         opt.step()
         opt.zero_grad()
         return value
 
-    return step, model
+    return update
 
 
-def nccl(path, name, batch, rounds):
+def exact_alone(mode, how, device):
+    """Largest differences of w, m and v from the float64 reference, after 5 updates of 3 micro-batches in float32."""
+    import invariant_adam as ia
+
+    model = build().to(device)
+    data = [[tuple(x.to(device) for x in micro_batch(t, k)) for k in range(3)] for t in range(UPDATES)]
+    if how == "one pass":
+        check_one_pass(model, MICRO, *(torch.cat(x) for x in zip(*data[0], strict=True)))
+    wrapped = wrap_alone("ddp" if mode == "shard_state" else mode, model, device)
+    opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS["net"], micro_batch_size=MICRO)
+    if mode != "none":
+        ia.distributed.prepare(wrapped, opt, shard_state=mode == "shard_state")
+    for micro_batches in data:
+        if how == "one pass":
+            ids, targets = (torch.cat(x) for x in zip(*micro_batches, strict=True))
+            with ia.one_pass(wrapped, micro_batch_size=MICRO):
+                loss(wrapped, ids, targets).backward()
+        else:
+            if how == "expect":  # the moments are summed while the last backward runs
+                opt.expect(3)
+            for ids, targets in micro_batches:
+                loss(wrapped, ids, targets).backward()
+        opt.step()
+        assert all(p.grad is None for p in model.parameters())
+    opt.state_dict()  # divides by what is owed
+    states = [opt.state[p] for p in model.parameters()]
+    found = {"w": model.parameters(), "m": [s["exp_avg"] for s in states], "v": [s["exp_avg_sq"] for s in states]}
+    judge = reference_run(3)
+    return {"mode": mode, "how": how} | {
+        f"diff_{key}": float((torch.cat([whole(t).cpu() for t in tensors]) - getattr(judge, key)).abs().max())
+        for key, tensors in found.items()
+    }
+
+
+def nccl(path, name, batch, rounds, device):
+    """One rank: exactness in every mode, then the time of an update over AdamW's in the same wrapper."""
     from invariant_adam.lab import record, timing
 
+    start = time.perf_counter()
+    gpu = device.type == "cuda"
+    os.environ.setdefault("LOCAL_RANK", "0")  # plain python, no torchrun
+    backend, options = "gloo", {}
+    if gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
     with tempfile.TemporaryDirectory() as folder:
-        torch.cuda.set_device(0)
-        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        context = 1024 if name.startswith("gpt2") else 256
-        vocab = 50304 if name.startswith("gpt2") else 65
-        generator = torch.Generator().manual_seed(0)
-        data = torch.randint(0, vocab, (batch, context + 1), generator=generator).cuda()
-        batches = (data[:, :-1].contiguous(), data[:, 1:].contiguous())
-        rows = []
-        device = torch.device("cuda")
-        for mode in ("none", "ddp", "fsdp2"):
-            methods = ["AdamW", "InvariantAdam", "InvariantAdam, expect"] + (["shard_state"] if mode == "ddp" else [])
-            work = {}
-            for method in methods:
-                step, _ = gpu_model(mode, method, name)
-                work[method] = functools.partial(step, *batches)
-            for taken_method, taken in timing.interleaved(work, device, rounds, warmup=3).items():
-                rows.append({"mode": mode, "method": taken_method, "ms": taken.ms, "best_ms": taken.best_ms})
-                print(rows[-1], flush=True)
-            del work, step
-            torch.cuda.empty_cache()
-        exact = gpu_exact()
-        print(exact, flush=True)
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1, **options)
+        exact, rows = [], []
+        for mode in ("none", "ddp", "shard_state", "fsdp2"):
+            for how in ("loop", "expect", "one pass"):
+                exact.append(exact_alone(mode, how, device))
+                print(f"{time.perf_counter() - start:5.1f} s", exact[-1], flush=True)
+        context, vocab = (1024, 50304) if name.startswith("gpt2") else (256, 65)
+        if name == "tiny":
+            context, vocab = CONTEXT, VOCAB
+        torch.manual_seed(0)
+        data = torch.randint(0, vocab, (batch, context + 1), device=device)
+        ids, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+        for mode in TIMED:
+            methods = [method for method in UPDATES_OF if method != "shard_state" or mode == "ddp"]
+            work = {method: timed_update(mode, method, name, device, ids, targets) for method in methods}
+            taken = timing.interleaved(work, device, rounds, warmup=3, round_ms=150.0 if gpu else 0.0)
+            for method, time_of in taken.items():
+                ratio = time_of.ms / taken["AdamW"].ms
+                rows.append({"mode": mode, "method": method, "ms": time_of.ms, "best_ms": time_of.best_ms})
+                rows[-1] |= {"ratio": ratio, "calls": time_of.calls}
+                print(f"{time.perf_counter() - start:5.1f} s", rows[-1], flush=True)
+            del work
+            gc.collect()
+            if gpu:
+                torch.cuda.empty_cache()
         record.write_json(
             path,
             record.provenance()
+            | record.environment(device)
             | {
-                "device": torch.cuda.get_device_name(),
                 "command": "python benchmarks/distributed.py nccl",
-                "model": name, "batch": batch, "rounds": rounds, "rows": rows, "exact": exact,
+                "model": name, "batch": batch, "rounds": rounds, "seconds": round(time.perf_counter() - start, 1),
+                "updates": UPDATES, "rows": rows, "exact": exact,
             },
         )  # fmt: skip
-        torch.cuda.synchronize()
+        if gpu:
+            torch.cuda.synchronize()
         dist.destroy_process_group()
-
-
-def gpu_exact():
-    """Largest difference of the weights from an optimizer without a wrapper, after 5 updates of 3 micro-batches."""
-    import invariant_adam as ia
-
-    def train(mode, shard=False):
-        model = build().cuda()
-        wrapped = model
-        if mode == "ddp":
-            wrapped = DistributedDataParallel(model)
-        elif mode == "fsdp2":
-            mesh = init_device_mesh("cuda", (1,))
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            wrapped = fully_shard(model, mesh=mesh)
-        opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS["net"], micro_batch_size=MICRO)
-        if mode != "none":
-            ia.distributed.prepare(wrapped, opt, shard_state=shard)
-        for t in range(UPDATES):
-            for k in range(3):
-                loss(wrapped, *(x.cuda() for x in micro_batch(t, k))).backward()
-            opt.step()
-        return torch.cat([whole(p) for p in model.parameters()])
-
-    alone = train("none")
-    return {
-        "ddp": float((train("ddp") - alone).abs().max()),
-        "shard_state": float((train("ddp", True) - alone).abs().max()),
-        "fsdp2": float((train("fsdp2") - alone).abs().max()),
-        "reference": float((alone.cpu() - reference_run(3).w).abs().max()),
-    }
 
 
 if __name__ == "__main__":
@@ -454,12 +498,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--model", default="gpt2-124m")
-    parser.add_argument("--batch", type=int, default=8, help="samples per update (nccl)")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--model", default="gpt2-124m", help="one of the lab's GPTs (nccl)")
+    parser.add_argument("--batch", type=int, default=16, help="samples per update (nccl)")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each is timed (nccl)")
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)  # "cpu", with gloo: to test this file
     args = parser.parse_args()
     results = ROOT / "benchmarks" / "results"
     if args.what == "gloo":
         gloo(args.out or results / "distributed.json")
     else:
-        nccl(args.out or results / "distributed_nccl.json", args.model, args.batch, args.rounds)
+        out = args.out or results / "distributed_nccl.json"
+        nccl(out, args.model, args.batch, args.rounds, torch.device(args.device))

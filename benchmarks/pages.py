@@ -290,19 +290,30 @@ def squares_rows():
 
 
 def nccl_rows():
+    wrappers = {"none": "no wrapper", "ddp": "DDP", "fsdp2": "FSDP2"}
     for name, result, rows in measured("distributed_nccl"):
-        yield f"{NAMES[result['model']]}, B={result['batch']}, on one {result['device']}, torch {result['torch']},"
-        yield f"kept as `{name}.json`:"
+        yield f"{NAMES[result['model']]}, B={result['batch']}, eager, bfloat16, one {result['device']}, torch"
+        yield f"{result['torch']}; `{result['command']}`, kept as `{name}.json`. Time over that of fused AdamW"
+        yield "on the same B samples at once, in the same wrapper:"
         yield ""
-        yield "| | optimizer | ms | over fused AdamW |"
-        yield "|---|---|---|---|"
-        for row in rows:
-            plain = next(r["ms"] for r in rows if (r["mode"], r["method"]) == (row["mode"], "AdamW"))
-            mode = {"none": "no wrapper"}.get(row["mode"]) or MODES[row["mode"]]
-            yield f"| {mode} | {row['method']} | {row['ms']:.1f} | {row['ms'] / plain:.2f} |"
+        methods = list(dict.fromkeys(row["method"] for row in rows))
+        names = [{"AdamW": "AdamW, ms", "shard_state": "one micro-batch, `shard_state`"}.get(m, m) for m in methods]
+        yield "| | " + " | ".join(names) + " |"
+        yield "|---|" + "---|" * len(methods)
+        for mode, label in wrappers.items():
+            found = {row["method"]: row for row in rows if row["mode"] == mode}
+            cells = [f"{found[m]['ratio']:.2f}" if m in found else "" for m in methods[1:]]
+            yield "| " + " | ".join([label, f"{found['AdamW']['ms']:.1f}", *cells]) + " |"
         yield ""
-        exact = ", ".join(f"{MODES.get(mode, mode)} {value:.0e}" for mode, value in result["exact"].items())
-        yield f"Largest difference of a weight after 5 updates of 3 micro-batches in float32: {exact}."
+        yield f"Largest differences from the reference in float64 after {result['updates']} updates of 3 micro-batches"
+        yield "in float32, of the small network above:"
+        yield ""
+        yield "| | by | Δw | Δm | Δv |"
+        yield "|---|---|---|---|---|"
+        for row in result["exact"]:
+            mode = wrappers.get(row["mode"]) or MODES[row["mode"]]
+            cells = [mode, row["how"], *(f"{row[f'diff_{key}']:.0e}" for key in "wmv")]
+            yield "| " + " | ".join(cells) + " |"
 
 
 PAGES = {

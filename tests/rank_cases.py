@@ -327,6 +327,7 @@ def fsdp_refusals() -> None:
     opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
     ia.distributed.prepare(model, opt)
     raises("before they can be squared", model.set_requires_gradient_sync, False)
+    raises("set_is_last_backward", model.set_is_last_backward, False)
     model.set_requires_gradient_sync(True)
     # Unequal weights would be averaged as if they were equal.
     with opt.ragged(2) if dist.get_rank() else contextlib.nullcontext():

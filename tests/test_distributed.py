@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -173,3 +175,16 @@ def test_the_kept_results_hold_what_the_page_says():
         same = [r for r in result["gpt"] if r["world"] * r["accumulation"] == alone["kappa"]]
         assert alone["network"] == "net" or all(r["diff_w"] <= 2 * alone["diff_w"] for r in same)
     assert all(row["weights"] < 1e-3 and row["v"] < 2e-3 for row in result["effects"])
+
+
+def test_one_rank_with_nccl_or_gloo(device, tmp_path):
+    """The benchmark of one rank, in small: exact in every wrapper, and it writes what the page is made from."""
+    root, out = Path(__file__).parents[1], tmp_path / "found.json"
+    command = [sys.executable, root / "benchmarks" / "distributed.py", "nccl", "--device", device, "--out", out]
+    subprocess.run([*command, "--model", "tiny", "--batch", "4", "--rounds", "1"], check=True, cwd=tmp_path)
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert len(result["exact"]) == 4 * 3
+    for row in result["exact"]:
+        assert max(row[f"diff_{name}"] for name in "wmv") <= (1e-6 if device == "cpu" else 5e-6), row
+    assert len(result["rows"]) == 3 * 5 + 1
+    assert all(row["ratio"] > 0 for row in result["rows"])

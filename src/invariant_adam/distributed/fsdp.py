@@ -118,6 +118,8 @@ class Squares:
         square, entry.companion.grad = entry.companion.grad, None
         entry.done = True
         assert square is not None
+        if square.is_cuda:  # made on the stream of the backward; we are on FSDP2's, and free it before that one is done
+            square.record_stream(torch.cuda.current_stream())
         return square
 
     def all_reduce(self, _: Tensor) -> None:
@@ -244,8 +246,8 @@ class FullySharded(Team):
 
 _NO_SYNC = (
     "set_requires_gradient_sync(False) adds micro-batch gradients up before they can be squared, and "
-    "set_requires_all_reduce(False) their sums; leave them on. Gradients are reduced in each backward, and no "
-    "accumulator is kept"
+    "set_requires_all_reduce(False) their sums; set_is_last_backward(False) puts off what each backward must finish. "
+    "Leave them on: gradients are reduced in each backward, and no accumulator is kept"
 )
 
 
@@ -276,7 +278,8 @@ def _insist(module: Any) -> None:
 
         return setter
 
-    for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+    # After a backward that is not the last, FSDP2 would not wait for the streams on which gradients are folded.
+    for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
         setattr(module, name, requires(name))
 
 
