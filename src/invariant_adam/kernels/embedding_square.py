@@ -2,19 +2,37 @@
 
 For ids (κ, R) and G (κ, R, D), group k's gradient of row v is the sum of G over the places where
 ids = v. Repeated tokens within a group add before they are squared; a table of κ × V rows is never
-formed.
+formed. On a GPU a Triton kernel does it, in eager mode and in compiled graphs.
 """
 
 from __future__ import annotations
+
+import contextlib
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .gemm_square import wide
 
+# The Triton twin, where there is a GPU for it; a constant, so that compiled code need not ask.
+fused: ModuleType | None = None
+if torch.cuda.is_available():
+    with contextlib.suppress(ImportError):
+        from . import embedding_square_triton as fused
+
+
+def takes_fused(ids: Tensor, G: Tensor, rows: int) -> bool:
+    """Whether the Triton twin serves these operands."""
+    return fused is not None and G.is_cuda and fused.serves(ids, G, rows)
+
 
 def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (V, D) and S (V, D) for ids (κ, R), G (κ, R, D) and a table of `rows` = V rows."""
+    if fused is not None and takes_fused(ids, G, rows):
+        call = fused.embedding_square_op if torch.compiler.is_compiling() else fused.embedding_square
+        dW, S = call(ids, G, rows, c)
+        return dW, S
     kappa, width = ids.shape[0], G.shape[-1]
     acc = wide(G.dtype)
     key = (ids + rows * torch.arange(kappa, device=ids.device)[:, None]).reshape(-1)
