@@ -14,12 +14,12 @@ beside G, and what a chunk leaves behind is read only where it was written.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .ops import operator
 
 CHUNK = 32  # sorted places that a block walks
 COLUMNS = 256  # at most, of a block that walks: 16 bytes a thread in bfloat16
@@ -198,18 +198,11 @@ def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None)
     return D, S
 
 
-@torch.library.custom_op("invariant_adam::embedding_square", mutates_args=())
-def embedding_square_op(
-    ids: Tensor,
-    G: Tensor,
-    rows: int,
-    c: Optional[Tensor],  # noqa: UP045 - the schema's
-) -> tuple[Tensor, Tensor]:
-    """`embedding_square` as an operator that `torch.compile` takes as it is."""
-    return embedding_square(ids, G, rows, c)
-
-
-@embedding_square_op.register_fake
-def _(ids: Tensor, G: Tensor, rows: int, c: Optional[Tensor]) -> tuple[Tensor, Tensor]:  # noqa: UP045
+def _shapes(ids: Tensor, G: Tensor, rows: int, c: Tensor | None) -> tuple[Tensor, Tensor]:
     out = G.new_empty(rows, G.shape[-1], dtype=torch.float32)
     return out, torch.empty_like(out)
+
+
+embedding_square_op = operator(
+    "embedding_square(Tensor ids, Tensor G, SymInt rows, Tensor? c) -> (Tensor, Tensor)", _shapes
+)(embedding_square)
