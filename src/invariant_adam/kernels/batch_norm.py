@@ -81,7 +81,10 @@ def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor
         y = y * _channels(w[None], y)
     if b is not None:
         y = y + _channels(b[None], y)
-    return y.flatten(0, 1).to(x.dtype)
+    y = y.flatten(0, 1)
+    # No cast that casts nothing: compilers return what it makes beside the output, and torch 2.11 then gives the
+    # gradient to the wrong one of two names of one tensor.
+    return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
 def backward(
