@@ -163,3 +163,49 @@ def test_refuses_what_it_cannot_fold():
     with ia.one_pass(model, 2, into=opt):
         model(x).square().mean().backward()
     opt.step()
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backwards_that_accumulate_nothing(compiled):
+    """torch.autograd.grad folds nothing; backward(inputs=...) is refused."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3, requires_grad=True)
+    opt = ia.InvariantAdam(model.parameters(), micro_batch_size=2)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    with ia.one_pass(run, 2, into=opt):
+        value = run(x).square().mean()
+        (grad,) = torch.autograd.grad(value, x, retain_graph=True)
+        assert opt.kappa == 0
+        assert grad.any()
+        value.backward()
+    assert {part.kappa for part in opt._update.parts.values()} == {4.0}
+    opt.step()
+    for named in (model[0], model[2]):
+        with pytest.raises(RuntimeError, match=r"backward\(inputs"), ia.one_pass(run, 2, into=opt):
+            run(x).square().mean().backward(inputs=list(named.parameters()))
+        assert opt.kappa == 0
+
+
+def test_parameters_of_another_optimizer_and_of_another_context():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3)
+    model[0].requires_grad_(False)
+    opt = ia.InvariantAdam(model.parameters())
+    model[0].requires_grad_(True)  # seen when the context opens
+    with ia.one_pass(model, 2, into=opt):
+        model(x).square().mean().backward()
+    assert len(opt._update.parts) == 4
+    opt.step()
+    with ia.one_pass(model, 2, into=opt):
+        value = model(x).square().mean()
+    for size in (2, 4):
+        with pytest.raises(RuntimeError, match="another context"), ia.one_pass(model, size, into=opt):
+            value.backward(retain_graph=True)
+        opt.abandon()
+    newer = ia.InvariantAdam(model[2].parameters())
+    with pytest.raises(RuntimeError, match="belongs to an InvariantAdam that was built later"):
+        ia.one_pass(model, 2, into=opt).__enter__()
+    assert newer.kappa == 0
+    with pytest.raises(TypeError, match="AdamW"):
+        ia.one_pass(model, 2, into=torch.optim.AdamW(model.parameters())).__enter__()

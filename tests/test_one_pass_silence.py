@@ -8,6 +8,7 @@ import pytest
 import torch
 from loop_oracle import error, loop
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import invariant_adam as ia
 from invariant_adam.kernels.gemm_square import gemm_square
@@ -231,7 +232,7 @@ class Moving(nn.Module):
 
     def forward(self, x):
         y = self.line(x)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.mean = self.mean + 0.1 * y.detach().sum(0)  # so that the loop comes to the same
         return y
 
 
@@ -303,3 +304,170 @@ def test_a_layer_used_more_often_than_when_it_was_checked(compiled):
         with ia.one_pass(run, 2):
             loss(run, (x, n)).backward()
     assert error(model.a.weight.grad_sq, want["a.weight"][1], 0.0) < 1e-8
+
+
+# ---------------------------------------------------------------- batch norm
+
+
+class Norms(nn.Module):
+    """A batch norm used as `way` says."""
+
+    def __init__(self, way, affine=True, momentum=0.1):
+        super().__init__()
+        self.way = way
+        self.first, self.last = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 1)
+        self.norm = nn.BatchNorm2d(4, affine=affine, momentum=momentum)
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.way == "checkpoint":
+            h = checkpoint(lambda t: self.norm(t).relu(), h, use_reentrant=False)
+        else:
+            h = self.norm(h).relu()
+        for _ in range(2 if self.way == "three times" else 0):
+            h = self.norm(h[..., 1:] + h[..., :-1].square())
+        return self.last(h).mean((2, 3))
+
+
+@pytest.mark.parametrize("way", ["three times", "checkpoint"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("momentum", "M"), [(0.1, 2), (0.3, 3), (None, 3), (1.0, 2)])
+def test_running_statistics_of_a_norm_that_runs_again(way, affine, momentum, M):
+    """The loop updates them by all uses of one micro-batch before the next; a checkpoint uses the norm twice."""
+    torch.manual_seed(0)
+    model = Norms(way, affine, momentum).double()
+    judge = copy.deepcopy(model)
+    x, y = torch.randn(8, 2, 6, 6).double(), torch.randn(8, 2).double()
+    for _ in range(2):
+        for lo in range(0, 8, M):
+            (judge(x[lo : lo + M]) - y[lo : lo + M]).square().mean().backward()
+        with ia.one_pass(model, M):
+            (model(x) - y).square().mean().backward()
+    for (name, b), c in zip(model.named_buffers(), judge.buffers(), strict=True):
+        torch.testing.assert_close(b, c, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("check", [True, False])
+def test_a_mode_changed_inside_the_context(affine, training, check):
+    torch.manual_seed(0)
+    model = Norms("once", affine).double().train(not training)
+    judge = copy.deepcopy(model).train(training)
+    x, y = torch.randn(8, 2, 6, 6).double(), torch.randn(8, 2).double()
+    want = loop(judge, (x, y), lambda m, b: (m(b[0]) - b[1]).square().mean(), 2, 8)
+    with ia.one_pass(model, 2, check=check):
+        model.train(training)
+        (model(x) - y).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close((p.grad, p.grad_sq), want[name], rtol=1e-9, atol=1e-12)
+    for b, c in zip(model.buffers(), judge.buffers(), strict=True):
+        torch.testing.assert_close(b, c)
+
+
+def test_random_numbers_beside_a_norm_without_parameters():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Dropout(0.5), nn.Linear(4, 2))
+    with ia.one_pass(model, 2):  # is checked in eval mode
+        model(torch.randn(8, 3)).square().mean().backward()
+
+
+def test_norms_that_share_a_weight_are_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[2].weight = model[1].weight
+    with pytest.raises(ia.UnsupportedUse, match="shares its weight"), ia.one_pass(model, 2):
+        pass
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    model.eval()
+    with ia.one_pass(model, 2):
+        model(torch.randn(8, 3)).square().mean().backward()
+
+
+# ---------------------------------------------------------------- what changes besides
+
+
+def test_buffers_that_the_loop_would_change_otherwise():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(8, 3)
+    with (
+        pytest.raises(ia.UnsupportedUse, match=r"0\.parametrizations\.weight\.0 is a spectral norm"),
+        ia.one_pass(model, 2),
+    ):
+        model(x)
+    model.eval()
+    with ia.one_pass(model, 2):
+        model(x).square().mean().backward()
+
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("mean", torch.zeros(2))
+
+        def forward(self, x):
+            y = self.layer(x)
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+            return y
+
+    with pytest.raises(ia.UnsupportedUse, match="the buffer mean is changed"), ia.one_pass(model := Average(), 2):
+        model(x)
+    with ia.one_pass(model, 2, check=False):
+        model(x).square().mean().backward()
+
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("table", torch.zeros(3), persistent=False)
+
+        def forward(self, x):
+            self.table = torch.arange(x.shape[1]).to(x)  # the same for every micro-batch
+            return self.layer(x + self.table)
+
+    model = Cache()
+    with ia.one_pass(model, 2):
+        model(x).square().mean().backward()
+
+
+def test_hooks_that_change_a_gradient():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3)
+    opt = ia.InvariantAdam(model.parameters())
+    with ia.one_pass(model, 2):
+        model(x).square().mean().backward()
+    opt.step()
+    seen = []
+    reader = model[0].weight.register_hook(lambda g: seen.append(g))
+    with ia.one_pass(model, 2):
+        model(x).square().mean().backward()
+    assert seen
+    opt.step()
+    with pytest.raises(ia.UnsupportedUse, match="into= would not call"), ia.one_pass(model, 2, into=opt):
+        pass
+    reader.remove()
+    writer = model[0].weight.register_hook(lambda g: 2 * g)  # after the model was checked
+    with pytest.raises(ia.UnsupportedUse, match=r"0\.weight: its square"), ia.one_pass(model, 2):
+        model(x)
+    writer.remove()
+    after = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ia.UnsupportedUse, match="register_post_accumulate_grad_hook"), ia.one_pass(model, 2):
+        pass
+    after.remove()
+    with ia.one_pass(model, 2, into=opt):
+        model(x).square().mean().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("fold", ["backward", "call"])
+def test_a_backward_after_the_context_is_refused(fold):
+    model, x = nn.Linear(3, 2), torch.randn(8, 3)
+    opt = ia.InvariantAdam(model.parameters(), fold=fold)
+    with ia.one_pass(model, 2):
+        value = model(x).square().mean()
+    with pytest.raises(RuntimeError, match="after its context was closed"):
+        value.backward()
+    opt.abandon()
+    with ia.one_pass(model, 2):
+        model(x).square().mean().backward()
+    opt.step()
+    assert opt.samples_seen == 4

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .groups import Groups, UnsupportedUse
@@ -173,18 +174,26 @@ def run(
     are restored."""
     probe = engine.probe = Probe(engine.groups)
     engine.uses = {}
+    normed, engine.normed = engine.normed, {}
     for entry in engine.entries.values():
         entry.shared = None
     devices = sorted({e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda})
-    buffers = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    buffers = [
+        (path, m, n, b, b.clone()) for path, m in model.named_modules() for n, b in m._buffers.items() if b is not None
+    ]
+    engine.written = set()
     try:
         with torch.random.fork_rng(devices=devices):
             outputs = leaves_of(model(*args, **kwargs))
             return probe, outputs if then is None else then(outputs)
     finally:
         engine.probe = None
+        engine.renormed |= any(len(uses) > 1 for uses in engine.normed.values())
+        engine.normed = normed
         with torch.no_grad():
-            for module, name, b, saved in buffers:
+            for path, module, name, b, saved in buffers:
+                if module._buffers[name] is not b or not torch.equal(b, saved):
+                    engine.written.add(f"{path}.{name}".lstrip("."))
                 module._buffers[name] = b  # a forward may bind another tensor to the name
                 if not torch.equal(b, saved):
                     b.copy_(saved)
@@ -219,7 +228,7 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
             base, outputs = run(engine, model, args, kwargs)
-            uses = dict(engine.uses)
+            uses, written = dict(engine.uses), engine.written
             _find_leaks(engine, outputs)
             if not ghosts:
                 _compare_forward(engine, model, args, kwargs, outputs)
@@ -238,6 +247,7 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
                 break
         else:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
+        _check_buffers(engine, model, args, kwargs, written)
         if additive:
             _check_additive(engine, model, args, kwargs, outputs)
             _check_mean(engine, model, args, kwargs, outputs)
@@ -353,6 +363,41 @@ def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: 
                 "the model's output for one sample depends on samples of other micro-batches, so "
                 "its loss is not a mean over micro-batches (batch statistics? in-batch "
                 "negatives?); loop over micro-batches"
+            )
+
+
+def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, written: set[str]) -> None:
+    """Buffers that a forward changes must be after it as after the loop: it would change them κ times."""
+    for path, m in model.named_modules():
+        if isinstance(m, _SpectralNorm) and m.training:  # nearly converged at first, so that a comparison could miss it
+            raise UnsupportedUse(
+                f"{path} is a spectral norm, whose power iteration the loop would run for each micro-batch; put it in "
+                "eval mode, or loop over micro-batches"
+            )
+    norms = {path for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    names = sorted(name for name in written if name.rpartition(".")[0] not in norms)
+    if not names:
+        return
+
+    def values(_: Any) -> list[Tensor]:
+        return [model.get_buffer(name).clone() for name in names]
+
+    def loop(_: Any) -> list[Tensor]:
+        for k in range(1, engine.groups.kappa):
+            a, kw = _cut((args, kwargs), engine.groups, k)
+            model(*a, **kw)
+        return values(None)
+
+    got = run(engine, model, args, kwargs, values)[1]
+    with _plainly(engine):
+        a, kw = _cut((args, kwargs), engine.groups, 0)
+        wants = run(engine, model, a, kw, loop)[1]
+    for name, x, y in zip(names, got, wants, strict=True):
+        if not _close(x, y):
+            raise UnsupportedUse(
+                f"the buffer {name} is changed in the forward, and would be changed otherwise by a loop over "
+                "micro-batches (running statistics of your own? a power iteration?); put its module in eval mode, loop "
+                "over micro-batches, or pass check=False if the difference is welcome"
             )
 
 

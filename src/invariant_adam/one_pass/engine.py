@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from ..kernels.gemm_square import wide
@@ -58,6 +60,9 @@ class Engine:
         self.axes: dict[tuple[str, str], int] = {}  # where the check found the batch elsewhere
         self.probe: Probe | None = None
         self.uses: dict[str, int] = {}
+        self.written: set[str] = set()  # buffers that the last run of a check changed
+        self.normed: dict[int, list[batch_norm.Use]] = {}  # by the running mean of each batch norm, in this mini-batch
+        self.renormed = False  # one of them was used twice
         self.into = False  # whether a sink takes pairs now: a check's own backwards leave theirs
         self.sharded = False  # by FSDP2, which reduces gradients and squares itself: see `distributed.fsdp`
         self.tickets: dict[torch.device, list[Tensor]] = {}
@@ -95,6 +100,9 @@ class Engine:
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
             self.entries = seen
             self.checked.clear()
+        if any(entry.param._backward_hooks for entry in seen.values()):  # which may be new, and change gradients
+            self.checked.clear()
+            self.compilable = False
         self.structure, self.order, self.subscriptions = structure, list(seen.values()), -1
         return self.order
 
@@ -306,6 +314,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise RuntimeError("one_pass is already open; close it before opening another")
         engine = self.engine
         entries = engine.refresh(self.model)
+        if self.into is not None:
+            _bind(self.into)
         self.undo: list[Any] = []
         for entry in entries:
             if entry.param.grad is not None and pair.peek(entry.param) is None:
@@ -313,6 +323,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                     f"{entry.name} has a gradient from outside one_pass; consume it (fold, step) "
                     "or clear it (zero_grad) first"
                 )
+            entry.refuse_hooks(called=self.into is None)
             if type(entry.param) is not nn.Parameter:
                 raise UnsupportedUse(
                     f"{entry.name} is a {type(entry.param).__name__}; one_pass follows torch.nn.Parameter only"
@@ -349,8 +360,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             entry.watcher = None if entry.taker is None else self._arrived
         self.undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
-        for patch in batch_norm.patches(self.model, engine):
-            self.undo.append(patch)
+        self._patch()
         engine.known = engine.single = engine.into = False
         engine.outside = True
         engine.reduction = self.reduction
@@ -358,9 +368,20 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             Sink.open = Sink(self.into, entries)
             for device in {entry.param.device for entry in entries} - engine.tickets.keys():
                 engine.tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
+            tickets = chain.from_iterable(engine.tickets.values())
+            Sink.open.edges = [get_gradient_edge(ticket) for ticket in tickets]
         self.forwards = 0
         if self.batch_size is not None:
             self._divide(self.batch_size)
+
+    def _patch(self) -> None:
+        """Give batch norms their ghost forward, as their modes are now."""
+        for patch in [undo for undo in self.undo if isinstance(undo, batch_norm.Patch)]:
+            patch.remove()
+            self.undo.remove(patch)
+        norms = [(name, module) for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)]
+        self.modes = [(module, module.training) for _, module in norms]
+        self.undo.extend(batch_norm.patches(norms, self.engine))
 
     def __exit__(
         self,
@@ -369,6 +390,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         trace: TracebackType | None,
     ) -> None:
         State.engine = None
+        self.engine.normed = {}
         self._restore()
         try:
             if kind is None:
@@ -423,6 +445,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.param.grad = entry.companion.grad = None
                 entry.arrived, entry.fired, entry.done = 0, 0, False
             self.forwards = 0
+        if any(module.training is not mode for module, mode in self.modes):
+            self._patch()
         self.forwards += 1
         division = engine.groups, engine.single
         self._divide(self.batch_size or _batch_size(args, kwargs, engine.axis))
@@ -451,6 +475,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.shared = None
                 if entry.tied:
                     engine.share(entry)
+        if self.forwards == 1:
+            engine.normed = {}
         engine.into = self.into is not None
 
     def _divide(self, batch: int) -> None:
@@ -496,6 +522,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine = self.engine
         wrong = []
         modules = {entry.module for entry in self.armed if entry.done}
+        if not modules and Sink.open is not None and Sink.open.passed:
+            raise UnsupportedUse(
+                "into= found no backward but torch.autograd.grad(...) or backward(inputs=...), which leave no way into "
+                "the optimizer; call loss.backward(), with the other parameters frozen (requires_grad_(False))"
+            )
         for entry in self.armed:
             if engine.into and entry.reached and not entry.done and entry.module in modules and entry.is_empty():
                 wrong.append(f"{entry.name}: no square, while others of its module have one: a compiled graph lost it")
@@ -509,7 +540,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 continue
             # A compiled graph does not count what it delivers: count forwards and backwards.
             times = entry.arrived or entry.fired * max(1, self.forwards)
-            if times == 0:
+            if entry.companion.grad is None and not entry.done:
+                wrong.append(f"{entry.name}: a gradient without a square (by backward(inputs=...)? freeze the others)")
+            elif times == 0:
                 wrong.append(f"{entry.name}: a gradient without a square (through {through})")
             elif times > 1:
                 wrong.append(
@@ -547,6 +580,15 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         pair.put(p, pair.Pair(grad, square, groups.batch / self.micro, scale), entry.taker)
 
 
+def _bind(into: InvariantAdam) -> None:
+    """Have the sink look for parameters that were unfrozen, and refuse those that another optimizer has taken over."""
+    from ..optimizer import InvariantAdam
+
+    if not isinstance(into, InvariantAdam):
+        raise TypeError(f"into= must be an InvariantAdam, got {type(into).__name__}")
+    into._bind()
+
+
 def _parameters(model: nn.Module, sharded: bool) -> Iterable[tuple[str, Tensor]]:
     if not sharded:
         return model.named_parameters(remove_duplicate=False)
@@ -575,7 +617,7 @@ def _structure(model: nn.Module) -> list[Any]:
         found.append(type(module))
         for p in module._parameters.values():
             if p is not None:
-                found += (id(p), p.requires_grad, p.dtype, p.device)
+                found += (id(p), p.requires_grad, p.dtype, p.device, *(p._backward_hooks or ()))
         left.extend(child for child in module._modules.values() if child is not None)
     return found
 

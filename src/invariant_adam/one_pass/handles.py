@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.gemm_square import wide
+from .groups import UnsupportedUse
 from .pair import Taker
 
 _keys = count()
@@ -40,6 +41,7 @@ class Entry:
         self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
         self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
+        self.hooks = 0  # on the parameter after a gradient, known to be this package's
         self.taker: Taker | None = None  # who wants its pairs as they are made
         self.watcher: Callable[[Entry], None] | None = None  # told of each gradient, while a context is open
         self.companion.register_post_accumulate_grad_hook(self._fire)
@@ -60,11 +62,41 @@ class Entry:
         """The name of the module it belongs to."""
         return self.name.rpartition(".")[0]
 
+    def refuse_hooks(self, *, called: bool) -> None:
+        """Refuse hooks of others that could change a gradient and not its square.
+
+        Args:
+            called: whether hooks on the parameter itself are called; what they do is then for the check to see.
+        """
+        if self.param._backward_hooks and not called:
+            raise UnsupportedUse(
+                f"{self.name} has a hook (register_hook), which into= would not call, since no gradient is left in "
+                "memory; remove it, or leave into= out"
+            )
+        hooks = self.param._post_accumulate_grad_hooks or ()
+        if len(hooks) == self.hooks:
+            return
+        for hook in dict(hooks).values():
+            if not str(hook.__module__).startswith(__name__.partition(".")[0]):
+                raise UnsupportedUse(
+                    f"{self.name} has a hook (register_post_accumulate_grad_hook) that would see the gradient of a "
+                    "whole mini-batch, and could change it without its square; remove it, or loop over micro-batches"
+                )
+        self.hooks = len(hooks)
+
     def is_empty(self) -> bool:
         """Whether neither a gradient nor a square has arrived."""
         return self.param.grad is None and self.companion.grad is None
 
     def _fire(self, _: Tensor) -> None:
+        from .dispatch import State
+
+        if State.engine is None:
+            raise RuntimeError(
+                f"{self.name}: a backward of one_pass ran after its context was closed, where the gradient of a whole "
+                "mini-batch would pass for one micro-batch's; call backward() inside. Clear what it left with "
+                "zero_grad(), or opt.abandon()"
+            )
         self.fired += 1
         if self.watcher is not None:
             self.watcher(self)

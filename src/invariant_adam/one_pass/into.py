@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ..kernels import conv_square as convolutions
 from ..kernels import gemm_square as kernels
@@ -52,17 +53,23 @@ class Sink:
                 'one built on these parameters; with fold="call" leave into= out and call opt.fold()'
             )
         self.optimizer = optimizer
+        self.passed = False  # a backward came by that was not to accumulate
+        self.edges: list[GradientEdge] = []  # of the tickets: a backward over all leaves comes by there
         self.entries = {entry.key: entry for entry in entries}
         self.kappa = 0.0  # micro-batches in the mini-batch, a ragged one n/M
         self.scale = (1.0, 1.0)  # what makes the means of a pair from the sums of a backward
 
     def products(self, key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         """Fold the weight gradient and square of a linear layer, from what `gemm_square` makes them of."""
-        self._products(self._claim(key), G, X, c)
+        entry = self._claim(key)
+        if entry is not None:
+            self._products(entry, G, X, c)
 
     def convolution(self, key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> None:
         """Fold the weight gradient and square of a convolution, from what `conv_square` makes them of."""
         entry = self._claim(key)
+        if entry is None:
+            return None
         X = X.to(G.dtype)
         fused = convolutions.fused
         if fused is not None and convolutions.takes_fused(G, X, geo) and not fused.is_depthwise(geo):
@@ -86,10 +93,21 @@ class Sink:
 
     def pair(self, key: int, dW: Tensor, S: Tensor, *, borrowed: bool = False) -> None:
         """Fold a pair that is made; at once, where its memory is borrowed (see `pair.put`)."""
-        self._hand(self._claim(key), dW, S, borrowed)
+        entry = self._claim(key)
+        if entry is not None:
+            self._hand(entry, dW, S, borrowed)
 
-    def _claim(self, key: int) -> Entry:
-        entry = self.entries[key]
+    def _claim(self, key: int) -> Entry | None:
+        """The parameter whose pair is made now; None in a backward that parameters are no part of."""
+        entry = self.entries.get(key)
+        if entry is None or not self.kappa:
+            raise RuntimeError(
+                "a backward of one_pass(..., into=opt) ran in another context than its forward; call both in one, and "
+                "drop the update with opt.abandon()"
+            )
+        if not any(torch._C._will_engine_execute_node(edge.node) for edge in self.edges):
+            self.passed = True
+            return None  # torch.autograd.grad, or backward(inputs=...): nothing is to accumulate
         if entry.done:
             raise UnsupportedUse(
                 f"{entry.name}: a second square arrived after the first was folded, without their cross terms; drop "
