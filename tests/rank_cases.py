@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -17,7 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -551,3 +558,105 @@ def buffers_and_compile() -> dict[str, Any]:
             (plain(x) - x[:, :3].sin()).square().mean().backward()
         judge.step()
     return differences(model, opt, plain, judge) | {"same": same_on_all_ranks([*model.parameters(), *model.buffers()])}
+
+
+def unlike_ranks() -> None:
+    """Ranks whose models or optimizers are not the same are refused before anything is sent."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def attempt(message: str, model: nn.Module, params: Any = None, **options: Any) -> None:
+        opt = ia.InvariantAdam(list(model.parameters()) if params is None else params, **(OPTIONS | options))
+        raises(message, ia.distributed.prepare, model, opt)
+
+    attempt("differ in their model: ('weight', (3, ", nn.Linear(4 + rank, 3))
+    attempt("torch.float32') there" if rank else "torch.float64') there", Net((torch.float32, torch.float64)[rank]))
+    alike = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    attempt("differ in their parameters", alike, [layer.weight for layer in (alike if rank else reversed(alike))])
+    attempt("differ in their parameters", alike, state_dtype=(torch.float32, torch.float64)[rank])
+    attempt("{'micro_batch_size': ", sharded_model(mesh), micro_batch_size=4 + rank)
+    model = Net(torch.float64)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+    opt.param_groups[0]["maximize"] = bool(rank)
+    loss(model, micro_batch(rank, torch.float64)).backward()
+    raises("the ranks disagree", opt.step)
+
+
+def wrappers() -> None:
+    """DDP is found inside of others; what reduces gradients by itself is refused."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def attempt(message: str, model: nn.Module, **how: Any) -> None:
+        raises(message, ia.distributed.prepare, model, ia.InvariantAdam(model.parameters(), **OPTIONS), **how)
+
+    attempt("static_graph", DistributedDataParallel(Net(torch.float64), static_graph=True))
+    hooked = DistributedDataParallel(Net(torch.float64))
+    hooked.register_comm_hook(None, allreduce_hook)
+    attempt("would never run", hooked)
+    cpu = torch.device("cpu")
+    attempt("(FSDP2)", FullyShardedDataParallel(Net(torch.float32), device_id=cpu, use_orig_params=True))
+    first = dist.new_group([0])
+    if rank:
+        attempt("is not in the process_group", Net(torch.float64), process_group=first)
+    # Frozen when prepare() looked for gradients to put squares beside.
+    model = sharded_model(mesh).requires_grad_(False)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+    model.requires_grad_(True)
+    opt.zero_grad()  # binds
+    raises("without its square", lambda: loss(model, micro_batch(rank, torch.float32)).backward())
+
+    updates = spread_over(dist.get_world_size(), 2, 3)
+    model = Net(torch.float64)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.weight"])
+    with torch.no_grad():
+        model.last.weight.mul_(1 + rank)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    compiled = torch.compile(ddp, backend="aot_eager")
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(compiled, opt)
+    train(compiled, opt, updates, rank, skips=False)
+    found = differences(model, opt, *alone(updates, torch.float64, skips=False))
+    assert max(found.values()) < 1e-12, found
+    assert same_on_all_ranks(model.parameters())
+
+
+def unlike_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = Net(torch.float32)
+    fully_shard(model.first, mesh=mesh["shards"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    raises("meshes of different ranks", ia.distributed.prepare, model, opt)
+
+
+def prepared_again(modes: list[str], store: str) -> dict[str, float]:
+    """`prepare` again: in another mode, for more parameters, on a new process group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    fsdp = modes[0] == "fsdp2"
+    dtype = torch.float32 if fsdp else torch.float64
+    model = sharded_model(init_device_mesh("cpu", (world,))) if fsdp else Net(dtype)
+    updates = spread_over(world, 2, 2)
+    if fsdp:  # another optimizer had them
+        ia.distributed.prepare(model, ia.InvariantAdam(model.parameters(), **OPTIONS))
+    params = list(model.parameters())
+    opt = ia.InvariantAdam(params[:-2], **OPTIONS)
+    ia.distributed.prepare(model, opt, shard_state=modes[0] == "shard_state")
+    opt.add_param_group({"params": params[-2:]})
+    raises("again", opt.step)
+    if not fsdp:  # whose modules stay unsharded after a backward that failed
+        raises("again", lambda: loss(model, micro_batch(0, dtype)).backward())
+        opt.abandon()
+        with torch.no_grad():
+            params[-1].add_(rank)
+    for i, mode in enumerate(modes):
+        if i and not fsdp:  # as an elastic launcher does
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{store}{i}", rank=rank, world_size=world)
+            raises("has been destroyed", lambda: loss(model, micro_batch(0, dtype)).backward())
+            opt.abandon()
+        ia.distributed.prepare(model, opt, shard_state=mode == "shard_state")
+        train(model, opt, updates, rank, skips=False)
+    assert same_on_all_ranks([full(p) for p in params])
+    return differences(model, opt, *alone(updates * len(modes), dtype, skips=False))

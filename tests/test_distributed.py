@@ -157,6 +157,21 @@ def test_buffers_and_compilation_under_ddp(pool):
     check(pool.run("buffers_and_compile", 2))
 
 
+def test_ranks_that_are_not_alike_are_refused(pool):
+    pool.run("unlike_ranks", 2)
+    pool.run("unlike_meshes", 4)
+
+
+def test_wrappers_are_found_or_refused(pool):
+    pool.run("wrappers", 2)
+
+
+@pytest.mark.parametrize("modes", [["fsdp2"] * 2, ["plain"] * 2, ["shard_state", "shard_state"]], ids=lambda m: m[0])
+def test_prepare_again(pool, tmp_path, modes):
+    limits = CLOSE if modes[0] == "fsdp2" else EXACT
+    check(pool.run("prepared_again", 2, modes=modes, store=str(tmp_path / "store")), limits)
+
+
 def test_the_kept_results_hold_what_the_page_says():
     path = Path(__file__).parents[1] / "benchmarks" / "results" / "distributed.json"
     result = json.loads(path.read_text(encoding="utf-8"))

@@ -771,12 +771,14 @@ class InvariantAdam(Optimizer):
         if self.param_groups:
             param_group["samples_seen"] = self.samples_seen
             param_group["kappa"] = self.param_groups[0]["kappa"]
+        ranks = self._ranks.outgrown(self)
         super().add_param_group(param_group)
         try:
             checks.check_group(self.param_groups, gradients=self._fold_in == "call")
         except BaseException:
             self.param_groups.pop()
             raise
+        self._ranks = ranks
         self._bind(take=True)
 
     @_eager

@@ -8,6 +8,7 @@ each once, and its count is theirs, so that everything that follows is what one 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import prod
@@ -80,6 +81,23 @@ class Ranks:
     def moved(self, optimizer: InvariantAdam) -> None:
         """Note that the weights have moved."""
 
+    def outgrown(self, optimizer: InvariantAdam) -> Ranks:
+        """Return the ranks of an optimizer that is about to get more parameters."""
+        return self
+
+
+class Outgrown(Ranks):
+    """Ranks that were prepared for fewer parameters than the optimizer has now."""
+
+    def before(self, optimizer: InvariantAdam, p: Tensor) -> None:  # noqa: D102 - as Ranks has it
+        raise RuntimeError(
+            "parameters were added to the optimizer after distributed.prepare(), which has not made them the same on "
+            "all ranks; call prepare(model, opt) again, on every rank, before the next backward"
+        )
+
+    def agree(self, optimizer: InvariantAdam, check: Callable[[], None]) -> None:  # noqa: D102
+        self.before(optimizer, next(optimizer._params()))
+
 
 class Team(Ranks):
     """Ranks of a process group that agree on each update before a weight moves.
@@ -109,9 +127,31 @@ class Team(Ranks):
                 "a gradient came after the ranks had closed the update in a step() that raised; step() again, or drop "
                 "the update with opt.abandon() on all ranks, before the next backward"
             )
-        if optimizer._update is not self.update:
-            self.update = optimizer._update
-            self.open(optimizer)
+        self._begin_update(optimizer)
+
+    def _begin_update(self, optimizer: InvariantAdam) -> None:
+        if optimizer._update is self.update:
+            return
+        if not self._there():
+            raise RuntimeError(
+                "the process group that distributed.prepare() was given has been destroyed; call prepare(model, opt) "
+                "again, on every rank of the new one, before the next backward"
+            )
+        self.update = optimizer._update
+        self.open(optimizer)
+
+    def _there(self) -> bool:
+        """Whether the process groups still are."""
+        dist = torch.distributed
+        return dist.is_initialized() and all(g in dist.distributed_c10d._world.pg_group_ranks for g in self.groups)
+
+    def outgrown(self, optimizer: InvariantAdam) -> Ranks:  # noqa: D102
+        if optimizer._update.parts:
+            raise RuntimeError(
+                f"add_param_group() in the middle of an update that {self.size} ranks share; call it after step(), on "
+                "all of them, and prepare(model, opt) again"
+            )
+        return Outgrown()
 
     def open(self, optimizer: InvariantAdam) -> None:
         """Begin an update."""
@@ -131,9 +171,7 @@ class Team(Ranks):
         update = optimizer._update
         if update is self.agreed:
             return
-        if update is not self.update:  # no gradient came to this rank
-            self.update = update
-            self.open(optimizer)
+        self._begin_update(optimizer)  # unless a gradient did
         error: Exception | None = None
         try:
             check()
@@ -169,9 +207,9 @@ class Team(Ranks):
             )
         if digest != own[3] * self.size:
             raise RuntimeError(
-                "the ranks disagree on lr, betas, eps, weight_decay, samples_seen or expect(kappa): set them alike on "
-                "every rank (kappa counts the micro-batches of all ranks). No weight has moved; drop the update with "
-                "opt.abandon()"
+                "the ranks disagree on lr, betas or another hyperparameter, on samples_seen or expect(kappa): set them "
+                "alike on every rank (kappa counts the micro-batches of all ranks). No weight has moved; drop the "
+                "update with opt.abandon()"
             )
         if self.even and any(abs(k - n * self.size) > 1e-9 * k for k, n in zip(counts, own[5:], strict=True)):
             raise RuntimeError(
@@ -213,6 +251,8 @@ class Team(Ranks):
         def gives_up() -> None:
             raise _GivenUp
 
+        if not self._there():
+            return  # nobody is left to be told
         with suppress(_GivenUp):
             self.agree(optimizer, gives_up)
 
@@ -286,13 +326,16 @@ class _GivenUp(Exception):  # noqa: N818 - no error
     pass
 
 
+_ALIKE = (
+    "eps", "weight_decay", "maximize", "decoupled_weight_decay", "micro_batch_size", "tuned_batch_size", "rule",
+    "samples_seen",
+)  # fmt: skip
+
+
 def _digest(optimizer: InvariantAdam) -> int:
     """A number that differs between ranks whose hyperparameters do; sums of it are exact."""
-    expected = optimizer._update.expected
-    values = [
-        (float(g["lr"]), *g["betas"], g["eps"], g["weight_decay"], g["samples_seen"]) for g in optimizer.param_groups
-    ]
-    return hash((-1.0 if expected is None else expected, optimizer.loss_divisor, *values)) % (1 << 31)
+    values = [(float(g["lr"]), *map(float, g["betas"]), *(g[key] for key in _ALIKE)) for g in optimizer.param_groups]
+    return zlib.crc32(repr((optimizer._update.expected, optimizer.loss_divisor, values)).encode())
 
 
 def _nonfinite(optimizer: InvariantAdam) -> int:

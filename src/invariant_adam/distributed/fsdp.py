@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import hooks
+from .. import folding, hooks
 from ..one_pass import pair
 from ..one_pass.dispatch import State
 from ..one_pass.groups import UnsupportedUse
@@ -29,6 +30,10 @@ from .wire import reduce_scatter, scatter_sum_narrow
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
+
+
+# Parameter -> handle of the hook that puts the square beside its gradient.
+_pairs = WeakTensorKeyDictionary()
 
 
 class Squares:
@@ -69,6 +74,11 @@ class Squares:
                 self.mean.div_(group.size())
         if op == dist.ReduceOp.SUM:
             self.mean.div_(self._ranks)
+        if torch._C._current_graph_task_id() >= 0:
+            hooks.when_finished(self._forget)
+
+    def _forget(self) -> None:
+        self.mean = None  # its memory is free between backwards, as the gradients' is
 
     def _local(self, grads: Tensor) -> Tensor:
         """This rank's squares, in the layout of its gradients: to each rank its rows of one parameter after another."""
@@ -138,11 +148,16 @@ class Squares:
 
     def take(self, grad: Tensor, fp: Any) -> Tensor:
         """This rank's piece of the mean square that belongs to its piece of a gradient."""
-        if self.mean is None:  # one rank: FSDP2 does not call us
+        if self.group.mesh_info.shard_mesh_size == 1:  # FSDP2 does not call us
             entry = next((entry for other, entry in self._entries() or [] if other is fp), None)
             if entry is not None:
                 return self._square(fp, entry)
             return grad.float().square_() if grad.dtype != torch.float32 else grad.square()
+        if self.mean is None:
+            raise RuntimeError(
+                "FSDP2 reduced gradients without the reduce-scatter that prepare() gave it; call "
+                "set_custom_reduce_scatter for nothing else, and prepare() last"
+            )
         return self.mean.as_strided(grad.shape, grad.stride(), grad.storage_offset())
 
 
@@ -171,10 +186,14 @@ class FullySharded(Team):
         self._check(found, optimizer)
         self.optimizer = weakref.ref(optimizer)
         self.squares: dict[Tensor, tuple[Squares, Any]] = {}
+        self.squares_dtype = squares_dtype
+
+    def attach(self, model: nn.Module, optimizer: InvariantAdam) -> None:
+        """Put the squares beside FSDP2's own, in place of those of an optimizer before."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 for group in _groups_of(module):
-                    squares = Squares(group, squares_dtype)
+                    squares = Squares(group, self.squares_dtype)
                     module.set_custom_reduce_scatter(squares)  # type: ignore[arg-type] # only typed as a class
                     if hasattr(group.mesh_info, "replicate_process_group"):
                         module.set_all_reduce_hook(squares.all_reduce)
@@ -182,7 +201,9 @@ class FullySharded(Team):
                 _insist(module)
         for p in optimizer._params():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._pair)
+                if p in _pairs:
+                    _pairs[p].remove()
+                _pairs[p] = p.register_post_accumulate_grad_hook(self._pair)
                 # Again, so that the optimizer's hook comes after ours.
                 hooks.own(p, optimizer, hook=optimizer._fold_in == "backward")
                 optimizer._hooked.add(p)
@@ -214,6 +235,14 @@ class FullySharded(Team):
                     "after; give fully_shard MixedPrecisionPolicy(reduce_dtype=torch.float32)"
                 )
             info = group.mesh_info
+            if not hasattr(info, "shard_mesh_size"):
+                raise ValueError("replicate() shards nothing; use DistributedDataParallel, or fully_shard")
+            ranks = [sorted(i.mesh.mesh.flatten().tolist()) for i in (groups[0].mesh_info, info)]
+            if ranks[0] != ranks[1]:
+                raise ValueError(
+                    f"fully_shard was called with meshes of different ranks, {ranks[0]} and {ranks[1]}: their "
+                    "parameters would average over different micro-batches; use one mesh"
+                )
             if info.shard_mesh_size == 1 and getattr(info, "replicate_mesh_size", 1) > 1:
                 raise ValueError(
                     "an HSDP mesh whose shard dimension is 1 shards nothing; use DistributedDataParallel, or a mesh "
@@ -239,6 +268,18 @@ class FullySharded(Team):
             square.made_with = p.grad._version, scale
         p.grad_sq = square  # type: ignore[attr-defined]
         p.grad_kappa = self.size * kappa  # type: ignore[attr-defined]
+
+    def absorb(  # noqa: D102 - as Ranks has it
+        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[folding.Part], arrivals: list[Any]
+    ) -> bool:
+        for p, x in zip(params, arrivals, strict=True):
+            if x.square is None:
+                raise RuntimeError(
+                    f"the gradient of parameter {optimizer._name(p)} came without its square: it was frozen when "
+                    "prepare() was called, or another optimizer was prepared since. Call prepare(model, opt) again, "
+                    "on every rank"
+                )
+        return False
 
     def count(self, optimizer: InvariantAdam, p: Tensor) -> float:  # noqa: D102 - as Team has it
         return super().count(optimizer, p) / self.size  # every rank has counted them all

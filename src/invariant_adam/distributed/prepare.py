@@ -67,6 +67,7 @@ def prepare(
             f"squares_dtype must be None, torch.float32 or torch.bfloat16, got {squares_dtype}: squares span twice the "
             "exponents of gradients, and float16 has too few"
         )
+    _check_wrapper(model)
     _check_held(model, optimizer)
     optimizer._bind()
     if _is_fully_sharded(model):
@@ -78,7 +79,11 @@ def prepare(
             )
         if shard_state:
             raise ValueError("shard_state=True is for whole weights; under fully_shard the moments are sharded already")
-        optimizer._ranks = FullySharded(model, optimizer, squares_dtype)
+        sharded = FullySharded(model, optimizer, squares_dtype)
+        for one in sharded.groups:
+            _check_alike(model, optimizer, one)
+        sharded.attach(model, optimizer)
+        optimizer._ranks = sharded
         return
     from .replicated import Replicated, silence
 
@@ -89,15 +94,13 @@ def prepare(
         )
 
     group = _group(model, optimizer, process_group, device_mesh)
-    buffers: list[Tensor] = []
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        buffers = silence(model)
-    elif group is not None:
-        with torch.no_grad():
-            tensors = (*model.parameters(), *model.buffers())
-            copy_first([t.to_local() if hasattr(t, "to_local") else t for t in tensors], group)
     if group is not None:
-        _check_alike(optimizer, group)
+        _check_alike(model, optimizer, group)
+    buffers = [b for ddp in _ddp(model) for b in silence(ddp)]
+    if group is not None:
+        with torch.no_grad():  # also what DDP was told to ignore, and where its ranks are not these
+            tensors = (*model.parameters(), *model.buffers())
+            copy_first([t.to_local() if hasattr(t, "to_local") else t for t in tensors if t.numel()], group)
     if not shard_state:
         replicas = Replicated(group)
         replicas.buffers = buffers
@@ -132,6 +135,27 @@ def _is_fully_sharded(model: nn.Module) -> bool:
     return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
 
 
+def _ddp(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    """DDP, wherever it is: torch.compile and trainers wrap it once more."""
+    return [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+
+
+def _check_wrapper(model: nn.Module) -> None:
+    """Refuse ways of wrapping that reduce gradients where nobody can square them before."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(
+                "FullyShardedDataParallel reduces gradients before they can be squared; use "
+                "torch.distributed.fsdp.fully_shard (FSDP2) instead"
+            )
+        if hasattr(module, "set_requires_gradient_sync") and not hasattr(module, "_get_fsdp_state"):
+            raise ValueError(
+                "replicate() reduces gradients before they can be squared; leave it out, or use DistributedDataParallel"
+            )
+
+
 def _check_held(model: nn.Module, optimizer: InvariantAdam) -> None:
     """Refuse an optimizer of parameters that the model does not have (any more)."""
     held = {id(p) for p in model.parameters()}
@@ -160,9 +184,14 @@ def _group(
         return mesh.get_group()
     group = group or optimizer.process_group
     if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process_group that was given; prepare() on the ranks that are, "
+                "or give each rank the group that it trains with"
+            )
         return group
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        ours: dist.ProcessGroup = model.process_group
+    for ddp in _ddp(model):
+        ours: dist.ProcessGroup = ddp.process_group
         return ours
     meshes = {p.device_mesh for p in optimizer._params() if hasattr(p, "device_mesh")}
     if any(mesh.size() < dist.get_world_size() for mesh in meshes):
@@ -173,14 +202,18 @@ def _group(
     return None if meshes else dist.group.WORLD
 
 
-def _check_alike(optimizer: InvariantAdam, group: dist.ProcessGroup) -> None:
-    """Refuse ranks whose optimizers are not in the same state."""
+def _check_alike(model: nn.Module, optimizer: InvariantAdam, group: dist.ProcessGroup) -> None:
+    """Refuse ranks whose models or optimizers are not the same, before anything is sent that must be."""
     import torch.distributed as dist
 
     from ..folding import fresh
 
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    tensors = (*model.named_parameters(), *model.named_buffers())
     own: dict[str, Any] = {
-        "shapes": [tuple(p.shape) for p in optimizer._params()],
+        "model": [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors],
+        "parameters": [(names[p], str(optimizer._moment_dtype(p))) for p in optimizer._params()],
+        "options": [optimizer._fold_in, optimizer.max_micro_norm, optimizer.loss_divisor],
         "trainable": [p.requires_grad for p in optimizer._params()],
         "groups": [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups],
         "counters": [[optimizer.state[p][k] for k in fresh()] for p in optimizer._params()],
@@ -191,6 +224,16 @@ def _check_alike(optimizer: InvariantAdam, group: dist.ProcessGroup) -> None:
         for what, value in own.items():
             if other[what] != value:
                 raise RuntimeError(
-                    f"the optimizers of ranks {group.rank()} and {rank} of the group differ in their {what}; build the "
-                    "same optimizer, and load the same checkpoint, on every rank before prepare()"
+                    f"ranks {group.rank()} and {rank} of the group differ in their {what}: {_first(value, other[what])}"
+                    "; build the same model and optimizer, and load the same checkpoint, on every rank before prepare()"
                 )
+
+
+def _first(mine: list[Any], theirs: list[Any]) -> str:
+    """The first thing in which two lists differ."""
+    for a, b in zip(mine, theirs, strict=False):
+        if a != b:
+            if isinstance(a, dict):
+                a, b = ({k: x.get(k) for k in {*a, *b} if a.get(k) != b.get(k)} for x in (a, b))
+            return f"{a} here, {b} there"
+    return f"{len(mine)} here, {len(theirs)} there"

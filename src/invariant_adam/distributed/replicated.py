@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import folding
-from ..ranks import ONES, Team, in_touch
+from ..ranks import ONES, Team, in_touch, whole
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
@@ -46,7 +46,8 @@ class Bucket:
         states = [optimizer.state[p] for p in self.params]
         for p, state in zip(self.params, states, strict=True):
             for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = state[key].to(p.device, optimizer._moment_dtype(p))
+                moment = state[key] if hasattr(p, "device_mesh") else whole(state[key])  # in pieces, of a sharded state
+                state[key] = moment.to(p.device, optimizer._moment_dtype(p))
         if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
             return
         pieces = {key: [team.local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")}
@@ -204,6 +205,16 @@ def silence(model: nn.parallel.DistributedDataParallel) -> list[Tensor]:
     Each of its forwards is made one of `no_sync`, so that its reducer neither copies, sends nor leaves a gradient. It
     then no longer makes the buffers of all ranks the first's either; that is done after each step instead.
     """
+    if getattr(model, "_comm_hooks", None):
+        raise ValueError(
+            "DistributedDataParallel has a communication hook (register_comm_hook), which would never run: moments are "
+            "reduced, not gradients. Leave it out"
+        )
+    if model.static_graph:
+        raise ValueError(
+            "DistributedDataParallel(static_graph=True) asks for reductions of its own, which are switched off here; "
+            "leave it out: parameters without a gradient need nothing"
+        )
 
     def no_sync(module: nn.Module, _: Any) -> None:
         module.require_backward_grad_sync = False  # type: ignore[assignment]
