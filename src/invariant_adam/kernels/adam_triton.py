@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import cdiv
+
 BLOCK, WARPS = 4096, 8
 LIMIT = math.sqrt(torch.finfo(torch.float32).max) / 1024  # as in `adam.guard`
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -213,7 +215,7 @@ def fold(
     has = squares is not None
     if len(grads) == 1:
         g, s = grads[0], (squares or grads)[0]
-        grid = (triton.cdiv(g.numel(), BLOCK),)
+        grid = (cdiv(g.numel(), BLOCK),)
         if g.numel():
             _fold_one[grid](
                 g, s, exp_avgs[0], exp_avg_sqs[0], g.numel(), *scalars, HAS_S=has, SIZE=BLOCK, num_warps=WARPS
@@ -284,12 +286,12 @@ def _tables(*lists: list[Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
 shelf: Callable[[Tensor, torch.device], Tensor] | None = None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return upload(torch.tensor(pointers, dtype=torch.int64), device)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _blocks(numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
     (blocks, sizes), n = _cut(numels)
     return upload(blocks, device), upload(sizes, device), n
@@ -297,7 +299,7 @@ def _blocks(numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 
 def _cut(numels: tuple[int, ...]) -> tuple[tuple[Tensor, Tensor], int]:
     """For each block of `BLOCK` elements, the tensor it is of and its place there; and the sizes of the tensors."""
-    counts = torch.tensor([triton.cdiv(n, BLOCK) for n in numels], dtype=torch.int64)
+    counts = torch.tensor([cdiv(n, BLOCK) for n in numels], dtype=torch.int64)
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
     place = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     table = torch.stack([tensor, place], 1).to(torch.int32)

@@ -8,6 +8,7 @@ tensors are read twice and written once in each direction.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_square_triton import _multiprocessors
+from .launch import cdiv, next_power_of_2
 from .ops import operator
 
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile
@@ -203,15 +205,15 @@ class Plan(NamedTuple):
     blocks: int
 
 
-def plan(x: Tensor, kappa: int, axis: int = 1) -> Plan:
-    """About eight blocks for each multiprocessor, of four tiles at least; the channels of x are at `axis`."""
-    channels = x.shape[axis]
-    rows = x.numel() // (kappa * channels)
-    bc = min(CHANNELS, triton.next_power_of_2(channels))
-    columns = triton.cdiv(channels, bc)
-    wanted = triton.cdiv(8 * _multiprocessors(x.device), columns * kappa)
-    chunk = triton.cdiv(rows, max(1, min(wanted, CHUNKS, rows // (4 * ROWS))))
-    chunks = triton.cdiv(rows, chunk)
+@lru_cache(maxsize=1024)
+def plan(channels: int, numel: int, kappa: int, device: torch.device) -> Plan:
+    """About eight blocks for each multiprocessor, of four tiles at least, for κ groups of `numel` numbers in all."""
+    rows = numel // (kappa * channels)
+    bc = min(CHANNELS, next_power_of_2(channels))
+    columns = cdiv(channels, bc)
+    wanted = cdiv(8 * _multiprocessors(device), columns * kappa)
+    chunk = cdiv(rows, max(1, min(wanted, CHUNKS, rows // (4 * ROWS))))
+    chunks = cdiv(rows, chunk)
     return Plan(rows, channels, chunk, chunks, bc, columns * chunks * kappa)
 
 
@@ -223,7 +225,7 @@ def serves(x: Tensor, kappa: int) -> bool:
 
 def _finish(p: Plan) -> dict[str, int]:
     """The tile of a finishing kernel: chunks × groups × channels."""
-    return {"CH": triton.next_power_of_2(p.chunks), "KB": 8, "BC": 16, "num_warps": 4}
+    return {"CH": next_power_of_2(p.chunks), "KB": 8, "BC": 16, "num_warps": 4}
 
 
 def statistics(
@@ -237,12 +239,12 @@ def statistics(
     ratio: float,
 ) -> tuple[Tensor, Tensor]:
     """μ and r (κ, C) in float32, and the running statistics updated in place: see `batch_norm.statistics`."""
-    p = plan(x, kappa)
+    p = plan(x.shape[1], x.numel(), kappa, x.device)
     partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
     mean, rstd = (torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device) for _ in range(2))
     shape = {"BR": ROWS, "BC": p.bc, "num_warps": WARPS}
     _sum_statistics[(p.blocks,)](x, partial, p.channels, p.rows, p.chunk, **shape)
-    _finish_statistics[(triton.cdiv(p.channels, 16),)](
+    _finish_statistics[(cdiv(p.channels, 16),)](
         x, partial, mean, rstd, running_mean, running_var, p.channels, p.rows, kappa, p.chunks,
         float(eps), float(keep), float(gain), math.log2(ratio) if ratio > 0 else -1e30, p.rows / max(p.rows - 1, 1),
         **_finish(p),
@@ -252,7 +254,7 @@ def statistics(
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """y, like x."""
-    p = plan(x, mean.shape[0])
+    p = plan(x.shape[1], x.numel(), mean.shape[0], x.device)
     y = torch.empty_like(x)
     _normalise[(p.blocks,)](
         x, y, mean, rstd, w, b, p.channels, p.rows, p.chunk, BR=ROWS, BC=p.bc, num_warps=WARPS
@@ -265,7 +267,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx like x, the sums (κ, 2, C) and the pairs (4, C) in float32: see `batch_norm.backward`."""
     kappa = mean.shape[0]
-    p = plan(x, kappa)
+    p = plan(x.shape[1], x.numel(), kappa, x.device)
     g = g.movedim(1, -1).contiguous()
     c = None if c is None else c.to(torch.float32)
     partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
@@ -274,7 +276,7 @@ def backward(
     dx = torch.empty_like(x)
     shape = {"BR": ROWS, "BC": p.bc, "num_warps": WARPS}
     _sum_gradients[(p.blocks,)](g, x, partial, mean, rstd, p.channels, p.rows, p.chunk, **shape)
-    _finish_gradients[(triton.cdiv(p.channels, 16),)](
+    _finish_gradients[(cdiv(p.channels, 16),)](
         partial, c, sums, pairs, p.channels, kappa, p.chunks, **_finish(p)
     )  # fmt: skip
     _input_gradient[(p.blocks,)](g, x, dx, mean, rstd, w, sums, p.channels, p.rows, p.chunk, **shape)

@@ -33,6 +33,7 @@ from .adam import Target
 from .adam_triton import LIMIT
 from .conv_square import Geometry
 from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _round_tf32, _stages
+from .launch import cdiv, next_power_of_2
 from .ops import operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -330,19 +331,13 @@ def conv_square(
     out //= geo.groups
     rows = images * G.shape[2] * G.shape[3]
     if config is None:
-        key = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation)
-        places = (images, *G.shape[2:])
-        config = tuning.best(
-            "conv_square",
-            (*key, *G.shape[2:], images, kappa, str(G.dtype)),
-            G.device,
-            choose(geo, places, G.dtype),
-            lambda: candidates(geo, places, G.dtype),
-            lambda config: conv_square(_apart(G, kappa), _apart(X, kappa), geo, c, config=config),
-        )  # fmt: skip
+        key = (geo, G.shape, kappa, G.dtype, G.device)
+        if key not in _configs:
+            _configs[key] = _best(G, X, geo, c, kappa)
+        config = _configs[key]
     flat = inner < config.bn
-    across = triton.cdiv(kh * kw * inner, config.bn) if flat else kh * kw * triton.cdiv(inner, config.bn)
-    tiles = geo.groups * triton.cdiv(out, config.bm) * across
+    across = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
+    tiles = geo.groups * cdiv(out, config.bm) * across
     # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
     aligned = [
         _has_tile_loads(G.device) and t.shape[1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X)
@@ -353,7 +348,7 @@ def conv_square(
     at_once = 3 if load is not None and config.row and kw == 3 else 1  # tiles of a block
     blocks, size = divide(tiles // at_once, kappa, rows, config, _multiprocessors(G.device))
     whole = at_once * blocks
-    rest, pieces = tiles - whole, triton.cdiv(kappa, size)
+    rest, pieces = tiles - whole, cdiv(kappa, size)
     partial = torch.empty(rest * pieces, 2, config.bm, config.bn, device=G.device) if pieces > 1 else None
     if into is None:
         D, S = (_empty(geo.weight, geo.channels_last, G.device) for _ in range(2))
@@ -362,11 +357,11 @@ def conv_square(
         D, S = into.exp_avg, into.exp_avg_sq
         fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
     operands: list[Any] = [G, X]
-    steps = triton.cdiv(rows, config.bk)
+    steps = cdiv(rows, config.bk)
     by, strips = (1, 1, 1), False
     if load is not None:
         by, strips = load
-        steps = triton.cdiv(images, by[0]) * triton.cdiv(G.shape[2], by[1]) * triton.cdiv(G.shape[3], by[2])
+        steps = cdiv(images, by[0]) * cdiv(G.shape[2], by[1]) * cdiv(G.shape[3], by[2])
         n, wide, height, width = X.shape
         sy, sx = geo.stride
         strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
@@ -406,6 +401,24 @@ def conv_square(
             partial, D, S, out, whole, rest, pieces, *D.stride(), *fold, **shape, BF=few, num_warps=4
         )
     return D, S
+
+
+# (geometry, shape of G, κ, dtype, device) -> its best configuration: what a layer asks for in every update.
+_configs: dict[tuple[Any, ...], Config] = {}
+
+
+def _best(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None, kappa: int) -> Config:
+    """The configuration that is best for these operands: see `tuning`."""
+    key = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation)
+    places = (G.shape[0] // kappa, *G.shape[2:])
+    return tuning.best(
+        "conv_square",
+        (*key, *G.shape[2:], places[0], kappa, str(G.dtype)),
+        G.device,
+        choose(geo, places, G.dtype),
+        lambda: candidates(geo, places, G.dtype),
+        lambda config: conv_square(_apart(G, kappa), _apart(X, kappa), geo, c, config=config),
+    )
 
 
 def boxed(geo: Geometry, X: Tensor) -> bool:
@@ -482,7 +495,7 @@ def choose(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> Config
         bk = min(bk, 32)
     elif bk == 64 and box(64, *places) is None and box(32, *places) is not None:
         bk = 32
-    bm = 128 if out > 64 else max(16, triton.next_power_of_2(out))
+    bm = 128 if out > 64 else max(16, next_power_of_2(out))
     bn = 128 if inner > 64 else 64
     row = bm * bn <= 64 * 64 and geo.weight[3] == 3 and inner >= bn  # by one tap, their loads take longer than products
     return Config(bm, bn, bk, warps=8 if row or bm * bn > 64 * 128 else 4, stages=4, row=row)
@@ -568,12 +581,12 @@ def _depthwise(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None, kappa: int
     out, _, kh, kw = geo.weight
     images = G.shape[0] // kappa
     rows = images * G.shape[2] * G.shape[3]
-    bc = min(64, max(16, triton.next_power_of_2(out)))
-    across = triton.cdiv(out, bc)
+    bc = min(64, max(16, next_power_of_2(out)))
+    across = cdiv(out, bc)
     # Enough blocks for the chip, of at least 1024 rows each.
-    wanted = triton.cdiv(8 * _multiprocessors(G.device), across * kh * kw * kappa)
-    chunk = triton.cdiv(rows, max(1, min(wanted, rows // 1024)))
-    chunks = triton.cdiv(rows, chunk)
+    wanted = cdiv(8 * _multiprocessors(G.device), across * kh * kw * kappa)
+    chunk = cdiv(rows, max(1, min(wanted, rows // 1024)))
+    chunks = cdiv(rows, chunk)
     partial = torch.empty(kappa, chunks, kh * kw, out, dtype=torch.float32, device=G.device)
     _depthwise_sums[(across, kh * kw, kappa * chunks)](
         G, X, partial, out, rows, images, chunk, X.shape[1],

@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import tuning
 from .adam import Target
 from .adam_triton import LIMIT
+from .launch import cdiv
 from .ops import operator
 
 
@@ -208,7 +209,7 @@ _launches: dict[tuple[Any, ...], Launch] = {}
 def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torch.device, config: Config) -> Launch:
     """How κ groups of R rows, (R, m) and (R, n), are launched with a configuration."""
     bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
-    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    tiles = cdiv(m, bm) * cdiv(n, bn)
     cut = _cut(tiles, kappa, rows, device) if config.split else None
     aligned = _has_tile_loads(device) and m * size % 16 == 0 and n * size % 16 == 0
     stages = _stages(device, (bm + bn) * bk * size, config.stages)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .batch_norm_triton import ROWS, WARPS, _finish, _finish_gradients, _spot, plan
+from .launch import cdiv
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def norm_sums(
 ) -> tuple[Tensor, Tensor]:
     """e and a (κ, 2, C) and their pairs (4, C), in float32: see `sums.norm_sums`."""
     kappa = G.shape[0]
-    p = plan(G, kappa, axis=2)
+    p = plan(G.shape[2], G.numel(), kappa, G.device)
     partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=G.device)
     each = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=G.device)
     pairs = torch.empty(4, p.channels, dtype=torch.float32, device=G.device)
@@ -53,7 +54,7 @@ def norm_sums(
         G, X, mean, rstd, partial, p.channels, p.rows, p.chunk, BR=ROWS, BC=p.bc, num_warps=WARPS
     )  # fmt: skip
     c = None if c is None else c.to(torch.float32)
-    _finish_gradients[(triton.cdiv(p.channels, 16),)](
+    _finish_gradients[(cdiv(p.channels, 16),)](
         partial, c, each, pairs, p.channels, kappa, p.chunks, **_finish(p)
     )  # fmt: skip
     return each, pairs
