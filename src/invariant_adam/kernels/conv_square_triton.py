@@ -48,7 +48,6 @@ class Config(NamedTuple):
     warps: int = 8
     stages: int = 3
     boxes: bool = True  # whether inputs are loaded as boxes, where they can be
-    row: bool = False  # whether a block takes a row of three taps, where inputs are boxes
     pieces: int = 0  # into how many the tiles of the last round are cut; 0: as `divide` says
 
 
@@ -147,76 +146,6 @@ def _conv_square(
     _leave(
         total, squares, tile, piece, last - first < KAPPA, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
         slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, FLAT, INTO,
-    )  # fmt: skip
-
-
-@triton.jit
-def _conv_square_rows(
-    G, X, C, D, S, partial, CO, KAPPA, IMAGES, STEPS, XW, whole, rest, size, s0, s1, s2, s3,
-    slots, count, keep1, keep2, gain1, gain2, limit,
-    CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
-    SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, BY: tl.constexpr, BX: tl.constexpr,
-    HAS_C: tl.constexpr, STRIPS: tl.constexpr, INTO: tl.constexpr,
-):  # fmt: skip
-    """`_conv_square` by boxes for a row of three taps at once: narrow tiles, whose G is then loaded once for three."""
-    pid = tl.program_id(0)
-    tile, piece, first, last = 3 * pid, 0, 0, KAPPA
-    if 3 * pid >= whole:
-        tile = whole + (3 * pid - whole) % rest
-        piece = (3 * pid - whole) // rest
-        first = piece * size
-        last = tl.minimum(first + size, KAPPA)
-    j, m, n, tap = _place(tile, CO, CI, KH * KW, BM, BN, False)
-    dy = tap // KW * DY - PY
-    oy, sy = (dy + SY * PY) % SY, (dy + SY * PY) // SY - PY
-    # As in `_conv_square`; the columns of the taps are known when it is compiled.
-    o0, t0 = (SX * PX - PX) % SX, (SX * PX - PX) // SX - PX
-    o1, t1 = (DX + SX * PX - PX) % SX, (DX + SX * PX - PX) // SX - PX
-    o2, t2 = (2 * DX + SX * PX - PX) % SX, (2 * DX + SX * PX - PX) // SX - PX
-    total0, squares0 = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    total1, squares1 = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    total2, squares2 = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    for k in tl.range(first, last, flatten=True):
-        product0 = tl.zeros((BM, BN), tl.float32)
-        product1 = tl.zeros((BM, BN), tl.float32)
-        product2 = tl.zeros((BM, BN), tl.float32)
-        for step in tl.range(0, STEPS):
-            x0 = step % tl.cdiv(WO, BX) * BX
-            y0 = step // tl.cdiv(WO, BX) % tl.cdiv(HO, BY) * BY
-            i0 = step // (tl.cdiv(WO, BX) * tl.cdiv(HO, BY)) * BI
-            if STRIPS:
-                g = G.load([k, i0, y0, x0, j * CO + m]).reshape(BK, BM)
-            else:
-                g = G.load([k, step * BK, j * CO + m]).reshape(BK, BM)
-            image, channel = k * IMAGES + i0, j * CI + n
-            v0 = X.load([image, y0 + sy, oy, x0 + t0, o0 * XW + channel]).reshape(BK, BN)
-            v1 = X.load([image, y0 + sy, oy, x0 + t1, o1 * XW + channel]).reshape(BK, BN)
-            v2 = X.load([image, y0 + sy, oy, x0 + t2, o2 * XW + channel]).reshape(BK, BN)
-            product0 = tl.dot(g.trans(), v0, product0)
-            product1 = tl.dot(g.trans(), v1, product1)
-            product2 = tl.dot(g.trans(), v2, product2)
-        scale = 1.0
-        if HAS_C:
-            scale = tl.load(C + k)
-        total0 += product0
-        total1 += product1
-        total2 += product2
-        squares0 += scale * product0 * product0
-        squares1 += scale * product1 * product1
-        squares2 += scale * product2 * product2
-    cut = last - first < KAPPA
-    _leave(
-        total0, squares0, tile, piece, cut, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-        slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, False, INTO,
-    )  # fmt: skip
-    _leave(
-        total1, squares1, tile + 1, piece, cut, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-        slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, False, INTO,
-    )  # fmt: skip
-    _leave(
-        total2, squares2, tile + 2, piece, cut, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-        slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, False, INTO,
     )  # fmt: skip
 
 
@@ -345,9 +274,7 @@ def conv_square(
     load = None
     if config.boxes and all(aligned) and not flat and boxed(geo, X):
         load = box(config.bk, images, *G.shape[2:])
-    at_once = 3 if load is not None and config.row and kw == 3 else 1  # tiles of a block
-    blocks, size = divide(tiles // at_once, kappa, rows, config, _multiprocessors(G.device))
-    whole = at_once * blocks
+    whole, size = divide(tiles, kappa, rows, config, _multiprocessors(G.device))
     rest, pieces = tiles - whole, cdiv(kappa, size)
     partial = torch.empty(rest * pieces, 2, config.bm, config.bn, device=G.device) if pieces > 1 else None
     if into is None:
@@ -376,25 +303,14 @@ def conv_square(
         "PY": geo.padding[0], "PX": geo.padding[1], "DY": geo.dilation[0], "DX": geo.dilation[1],
         "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips, "HAS_C": c is not None,
         "num_warps": config.warps,
-        "num_stages": _stages(
-            G.device, (config.bm + at_once * config.bn) * config.bk * G.element_size(), config.stages
-        ),
+        "num_stages": _stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
     }  # fmt: skip
-    grid = ((whole + rest * pieces) // at_once,)
-    if at_once == 3:
-        del shape["FLAT"]
-        _conv_square_rows[grid](
-            *operands, c, D, S, partial, out, kappa, images, steps, X.shape[1], whole, rest, size,
-            *D.stride(), *fold, **shape, **taps,
-        )  # fmt: skip
-        shape["FLAT"] = False
-    else:
-        _conv_square[grid](
-            *operands, c, D, S, partial, out, rows, kappa, images, steps, G.shape[1], X.shape[1], whole, rest, size,
-            *D.stride(), *fold, **shape, **taps, H=X.shape[2], W=X.shape[3],
-            DESCRIPTORS=aligned[0], BOXES=load is not None,
-            PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
-        )  # fmt: skip
+    _conv_square[(whole + rest * pieces,)](
+        *operands, c, D, S, partial, out, rows, kappa, images, steps, G.shape[1], X.shape[1], whole, rest, size,
+        *D.stride(), *fold, **shape, **taps, H=X.shape[2], W=X.shape[3],
+        DESCRIPTORS=aligned[0], BOXES=load is not None,
+        PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
+    )  # fmt: skip
     if pieces > 1:
         few = min(8, config.bm)
         _finish[(rest, config.bm // few)](
@@ -497,8 +413,7 @@ def choose(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> Config
         bk = 32
     bm = 128 if out > 64 else max(16, next_power_of_2(out))
     bn = 128 if inner > 64 else 64
-    row = bm * bn <= 64 * 64 and geo.weight[3] == 3 and inner >= bn  # by one tap, their loads take longer than products
-    return Config(bm, bn, bk, warps=8 if row or bm * bn > 64 * 128 else 4, stages=4, row=row)
+    return Config(bm, bn, bk, warps=8 if bm * bn > 64 * 128 else 4, stages=4)
 
 
 def candidates(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
@@ -506,10 +421,10 @@ def candidates(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> li
     base = choose(geo, places, dtype)
     out, inner = geo.weight[0] // geo.groups, geo.weight[1]
     small = [(64, 64), (64, 128), (128, 64)] if min(out, inner) >= 64 else [(base.bm, 64), (base.bm, 128)]
-    found = [base._replace(bm=m, bn=n, warps=4, row=False) for m, n in small]
+    found = [base._replace(bm=m, bn=n, warps=4) for m, n in small]
     if out > 64 and inner > 64:
-        found += [base._replace(bm=128, bn=128, warps=8, stages=s, row=False) for s in (3, 4)]
-    by_address = [config._replace(boxes=False, row=False, stages=3, bk=max(base.bk, 64)) for config in (base, *found)]
+        found += [base._replace(bm=128, bn=128, warps=8, stages=s) for s in (3, 4)]
+    by_address = [config._replace(boxes=False, stages=3, bk=max(base.bk, 64)) for config in (base, *found)]
     rows = math.prod(places)
     return list(dict.fromkeys(found + ([] if rows < 64 or dtype == torch.float32 else by_address)))
 
@@ -526,7 +441,7 @@ def divide(tiles: int, kappa: int, rows: int, config: Config, multiprocessors: i
     ((132, 32), (0, 1))
     """
     bm, bn = config.bm, config.bn
-    places = multiprocessors * max(1, 128 * 128 // ((3 if config.row else 1) * bm * bn))  # that fit by their registers
+    places = multiprocessors * max(1, 128 * 128 // (bm * bn))  # that fit by their registers
     rest = tiles % places
     if not rest or kappa == 1:
         return tiles, kappa

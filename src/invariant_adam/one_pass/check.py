@@ -230,6 +230,7 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
             base, outputs = run(engine, model, args, kwargs)
             uses, written = dict(engine.uses), engine.written
             _find_leaks(engine, outputs)
+            outputs = _freed(outputs)
             if not ghosts:
                 _compare_forward(engine, model, args, kwargs, outputs)
             settled = True
@@ -238,7 +239,7 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
                 if not visible:
                     continue
                 seen = True
-                other, changed = run(engine, model, a, kw)
+                other, changed = run(engine, model, a, kw, _freed)
                 settled = _compare_uses(engine, base, other, k)
                 if not settled:
                     break  # reclassified: what was recorded no longer holds
@@ -411,7 +412,7 @@ def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, ou
     values = []
     for changed in ((), (0,), (last,), (0, last)):
         (a, kw), _ = _exchange((args, kwargs), engine.groups, changed)
-        values.append(run(engine, model, a, kw)[1])
+        values.append(run(engine, model, a, kw, _freed)[1])
     for i in losses:
         v = [float(out[i].detach()) for out in values]
         scale = max(abs(x) for x in v)
@@ -486,6 +487,11 @@ def _cut(value: Any, groups: Groups, k: int, count: int = 1) -> Any:
         return t
 
     return tree_map(cut, value)
+
+
+def _freed(outputs: list[Any]) -> list[Any]:
+    """The outputs without the graph behind them, which holds every activation of its run."""
+    return [o.detach().requires_grad_(o.requires_grad) if isinstance(o, Tensor) else o for o in outputs]
 
 
 def _outputs(outputs: list[Any]) -> list[Tensor]:
