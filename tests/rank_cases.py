@@ -598,6 +598,9 @@ def wrappers() -> None:
     first = dist.new_group([0])
     if rank:
         attempt("is not in the process_group", Net(torch.float64), process_group=first)
+    own = sharded_model(mesh)
+    own.set_all_reduce_hook(lambda reduced: None)
+    attempt("set_all_reduce_hook", own)
     # Frozen when prepare() looked for gradients to put squares beside.
     model = sharded_model(mesh).requires_grad_(False)
     opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
@@ -660,3 +663,22 @@ def prepared_again(modes: list[str], store: str) -> dict[str, float]:
         train(model, opt, updates, rank, skips=False)
     assert same_on_all_ranks([full(p) for p in params])
     return differences(model, opt, *alone(updates * len(modes), dtype, skips=False))
+
+
+def two_optimizers() -> dict[str, float]:
+    """Each of some parameters of a sharded model."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = sharded_model(init_device_mesh("cpu", (world,)))
+    params = list(model.parameters())
+    opts = [ia.InvariantAdam(some, **OPTIONS) for some in (params[:3], params[3:])]
+    for opt in opts:
+        ia.distributed.prepare(model, opt)
+    updates = spread_over(world, 2, 3)
+    for update in updates:
+        for index in update[rank]:
+            loss(model, micro_batch(index, torch.float32)).backward()
+        for opt in opts:
+            opt.step()
+    twin, _ = alone(updates, torch.float32, skips=False)
+    apart = (full(p) - full(q) for p, q in zip(params, twin.parameters(), strict=True))
+    return {"w": max(float(d.abs().max()) for d in apart)}

@@ -172,6 +172,10 @@ def test_prepare_again(pool, tmp_path, modes):
     check(pool.run("prepared_again", 2, modes=modes, store=str(tmp_path / "store")), limits)
 
 
+def test_two_optimizers_of_one_sharded_model(pool):
+    check(pool.run("two_optimizers", 2), {"w": 1e-6})
+
+
 def test_the_kept_results_hold_what_the_page_says():
     path = Path(__file__).parents[1] / "benchmarks" / "results" / "distributed.json"
     result = json.loads(path.read_text(encoding="utf-8"))

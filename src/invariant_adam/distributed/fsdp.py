@@ -193,7 +193,9 @@ class FullySharded(Team):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 for group in _groups_of(module):
-                    squares = Squares(group, self.squares_dtype)
+                    squares = group._reduce_scatter_comm  # another optimizer may need them too
+                    if not isinstance(squares, Squares) or squares.dtype != self.squares_dtype:
+                        squares = Squares(group, self.squares_dtype)
                     module.set_custom_reduce_scatter(squares)  # type: ignore[arg-type] # only typed as a class
                     if hasattr(group.mesh_info, "replicate_process_group"):
                         module.set_all_reduce_hook(squares.all_reduce)
@@ -247,6 +249,12 @@ class FullySharded(Team):
                 raise ValueError(
                     "an HSDP mesh whose shard dimension is 1 shards nothing; use DistributedDataParallel, or a mesh "
                     "with more ranks in its last dimension"
+                )
+            theirs = getattr(group, "_all_reduce_hook", None)
+            if theirs is not None and not isinstance(getattr(theirs, "__self__", None), Squares):
+                raise ValueError(
+                    "the model has an all-reduce hook of its own (set_all_reduce_hook), which would change gradients "
+                    "and not their squares; give fully_shard a mesh of two dimensions (HSDP) instead"
                 )
             if not group.reduce_grads or not group.all_reduce_grads:
                 raise ValueError(_NO_SYNC)
