@@ -373,7 +373,7 @@ def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, wri
         if isinstance(m, _SpectralNorm) and m.training:  # nearly converged at first, so that a comparison could miss it
             raise UnsupportedUse(
                 f"{path} is a spectral norm, whose power iteration the loop would run for each micro-batch; put it in "
-                "eval mode, or loop over micro-batches"
+                "eval mode, loop over micro-batches, or pass check=False if once per mini-batch will do"
             )
     norms = {path for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
     names = sorted(name for name in written if name.rpartition(".")[0] not in norms)

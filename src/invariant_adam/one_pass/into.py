@@ -111,7 +111,7 @@ class Sink:
         if entry.done:
             raise UnsupportedUse(
                 f"{entry.name}: a second square arrived after the first was folded, without their cross terms; drop "
-                "the update with opt.abandon() and run it without into="
+                "the update with opt.abandon(), and call the model once and backward once per mini-batch, or loop"
             )
         entry.done, entry.arrived = True, 1
         return entry
