@@ -99,7 +99,7 @@ def multi_head_attention(
     if query.ndim != 3:
         raise UnsupportedUse(f"{engine.names(held)} goes through attention without a batch dimension; add one")
     extra = bias_k is not None or add_zero_attn or static_k is not None or static_v is not None
-    if extra or any(engine.handle_of(t) is not None for t in (query, key, value)):
+    if extra or any(engine.holds(t) for t in (query, key, value)):
         raise UnsupportedUse(
             f"{engine.names(held)} goes through attention with add_bias_kv, add_zero_attn, static "
             "keys or inputs made from parameters alone; leave them out, or loop over micro-batches"
@@ -156,7 +156,7 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Attention with a learned bias for a mask, in plain operations: the fused kernels do not
     differentiate it."""
-    if any(engine.handle_of(t) is not None for t in (query, key, value)):
+    if any(engine.holds(t) for t in (query, key, value)):
         return NotImplemented
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]

@@ -124,6 +124,11 @@ class Engine:
                 "a compiled model must be checked before it is traced: pass the compiled module itself to one_pass"
             )
 
+    @staticmethod
+    def holds(t: Any) -> bool:
+        """Whether t is a parameter of this engine or a lifted value: has a handle."""
+        return isinstance(t, (OnePassParameter, Lifted))
+
     def handle_of(self, t: Any) -> Handle | None:
         """The handle of a parameter of this engine or of a lifted value; None for any other
         value."""

@@ -71,20 +71,21 @@ class Groups:
         """Per part, x as (groups, rows per group, *its last `event` dimensions)."""
         x = x.movedim(axis, 0) if axis else x
         tail = x.shape[x.ndim - event :]
-        times = x.shape[0] // self.batch
-        return [x[p.first * times : p.last * times].reshape(p.hi - p.lo, -1, *tail) for p in self.parts]
+        return [rows.reshape(p.hi - p.lo, -1, *tail) for p, rows in zip(self.parts, self.pieces(x), strict=True)]
 
     def stack(self, x: Tensor, axis: int) -> list[Tensor]:
         """Per part, x as (groups, samples per group, *the other dimensions), the batch moved
         first."""
         x = x.movedim(axis, 0) if axis else x
-        times = x.shape[0] // self.batch
-        return [x[p.first * times : p.last * times].reshape(p.hi - p.lo, -1, *x.shape[1:]) for p in self.parts]
+        tail = x.shape[1:]
+        return [rows.reshape(p.hi - p.lo, -1, *tail) for p, rows in zip(self.parts, self.pieces(x), strict=True)]
 
     def pieces(self, x: Tensor) -> list[Tensor]:
         """Per part, its rows of x, whose batch is first."""
+        if len(self.parts) == 1:
+            return [x]
         times = x.shape[0] // self.batch
-        return [x] if len(self.parts) == 1 else [x[p.first * times : p.last * times] for p in self.parts]
+        return [x[p.first * times : p.last * times] for p in self.parts]
 
     def merge(self, parts: list[Tensor], axis: int) -> Tensor:
         """The inverse of `stack`."""

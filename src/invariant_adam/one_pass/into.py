@@ -11,7 +11,9 @@ meaning, is the "gradient" of a leaf of no dimension, the ticket.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
 import torch
 from torch import Tensor
@@ -32,6 +34,18 @@ if TYPE_CHECKING:
 # Elements of a vector up to which a compiled graph returns its pair like any gradient, so that it may wait for others
 # to share a launch with: what an operator is given must be folded at once.
 SMALL = 1 << 16
+P = ParamSpec("P")
+
+
+def _quietly(method: Callable[P, None]) -> Callable[P, None]:
+    """A method that looks at parameters without asking their dispatcher each time."""
+
+    @wraps(method)
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            method(*args, **kwargs)
+
+    return quiet
 
 
 class Sink:
@@ -59,12 +73,14 @@ class Sink:
         self.kappa = 0.0  # micro-batches in the mini-batch, a ragged one n/M
         self.scale = (1.0, 1.0)  # what makes the means of a pair from the sums of a backward
 
+    @_quietly
     def products(self, key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         """Fold the weight gradient and square of a linear layer, from what `gemm_square` makes them of."""
         entry = self._claim(key)
         if entry is not None:
             self._products(entry, G, X, c)
 
+    @_quietly
     def convolution(self, key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> None:
         """Fold the weight gradient and square of a convolution, from what `conv_square` makes them of."""
         entry = self._claim(key)
@@ -91,6 +107,7 @@ class Sink:
         dW, S = kernels.gemm_square(G, X, c)
         self._hand(entry, dW.view(entry.param.shape), S.view(entry.param.shape))
 
+    @_quietly
     def pair(self, key: int, dW: Tensor, S: Tensor, *, borrowed: bool = False) -> None:
         """Fold a pair that is made; at once, where its memory is borrowed (see `pair.put`)."""
         entry = self._claim(key)
@@ -164,8 +181,7 @@ def _ticket_shape(like: Tensor, *_: Any) -> Tensor:
 
 @operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", _ticket_shape)
 def _into_products(G: Tensor, X: Tensor, c: Tensor | None, key: int) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():  # each look at a parameter would ask its dispatcher
-        _open().products(key, G, X, c)
+    _open().products(key, G, X, c)
     return _ticket(G)
 
 
@@ -190,15 +206,13 @@ def _into_convolution(
 ) -> Tensor:
     sizes = (tuple(weight), tuple(stride), tuple(padding), tuple(dilation))
     geo = Geometry(*sizes, transposed, tuple(output_padding), groups, channels_last)
-    with torch._C.DisableTorchFunctionSubclass():
-        _open().convolution(key, G, X, geo, c)
+    _open().convolution(key, G, X, geo, c)
     return _ticket(G)
 
 
 @operator("into_pair(Tensor dW, Tensor S, int key) -> Tensor", _ticket_shape)
 def _into_pair(dW: Tensor, S: Tensor, key: int) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        _open().pair(key, dW, S, borrowed=True)  # the graph takes their memory back
+    _open().pair(key, dW, S, borrowed=True)  # the graph takes their memory back
     return _ticket(S)
 
 

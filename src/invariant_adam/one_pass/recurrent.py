@@ -63,7 +63,7 @@ def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: A
     if len(weights) != per * layers * directions:
         raise UnsupportedUse(f"{names} goes through {name} with proj_size; put a Linear layer after it")
     states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
-    if any(engine.handle_of(t) is not None for t in (x, *states)):
+    if any(engine.holds(t) for t in (x, *states)):
         raise UnsupportedUse(f"{names} goes through {name} with an input or state made from parameters alone")
     axis = 0 if batch_first else 1
     if x.ndim != 3 or x.shape[axis] % engine.groups.batch:

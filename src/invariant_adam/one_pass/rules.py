@@ -52,7 +52,7 @@ def parts(engine: Engine, h: Handle | None, plain: Any, ticket: int | None = 0) 
 def _varies(engine: Engine, *tensors: Any) -> bool:
     """Whether a tensor that should be a parameter comes from the batch (or x from parameters
     alone)."""
-    return any(isinstance(t, Tensor) and engine.handle_of(t) is None and t.requires_grad for t in tensors)
+    return any(isinstance(t, Tensor) and not engine.holds(t) and t.requires_grad for t in tensors)
 
 
 def linear_with(
@@ -66,7 +66,7 @@ def linear_with(
 ) -> Any:
     """y = x wᵀ + b (x w + b with `flip`), the batch of x at `axis` or found."""
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
-    if engine.handle_of(x) is not None or weight.ndim != 2 or x.ndim < 2 or _varies(engine, weight, bias):
+    if engine.holds(x) or weight.ndim != 2 or x.ndim < 2 or _varies(engine, weight, bias):
         return NotImplemented
     if axis is None:
         place = engine.place(x, 1, name, (hw, hb), routed=True)
@@ -136,7 +136,7 @@ def _convolve(
     output_padding: Any = 0,
 ) -> Any:
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
-    if engine.handle_of(x) is not None or _varies(engine, weight, bias):
+    if engine.holds(x) or _varies(engine, weight, bias):
         return NotImplemented
     n = weight.ndim - 2
     if x.ndim != n + 2:
@@ -234,7 +234,7 @@ def embedding(
             f"{engine.names((h,))} goes through embedding with {option}, which depends on the "
             "whole mini-batch; leave it out or loop over micro-batches"
         )
-    if h is None or engine.handle_of(input) is not None:
+    if h is None or engine.holds(input):
         return NotImplemented
     place = engine.place(input, 0, "embedding", (h,))
     if place is None:
@@ -268,7 +268,7 @@ def embedding_bag(
             f"{engine.names((h,))} goes through embedding_bag with offsets; pad the bags to ids of "
             "shape (batch, length) with padding_idx"
         )
-    if isinstance(engine.handle_of(input), Handle) or h is None:
+    if engine.holds(input) or h is None:
         return NotImplemented
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
@@ -297,7 +297,7 @@ def layer_norm(
     """Layer norm over the last dimensions."""
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     shape = tuple(normalized_shape)
-    if engine.handle_of(input) is not None or _varies(engine, weight, bias):
+    if engine.holds(input) or _varies(engine, weight, bias):
         return NotImplemented
     place = engine.place(input, len(shape), "layer_norm", (hw, hb))
     if place is None:
@@ -320,7 +320,7 @@ def rms_norm(
     eps: Any = None,
 ) -> Any:
     """RMS norm: the normalised input times a vector."""
-    if engine.handle_of(input) is not None or engine.handle_of(weight) is None:
+    if engine.holds(input) or not engine.holds(weight):
         return NotImplemented
     return dispatch(torch.mul, (F.rms_norm(input, tuple(normalized_shape), None, eps), weight), {})
 
@@ -334,7 +334,7 @@ def _channel_affine(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any
 
 def _channel_place(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any) -> bool:
     """Whether x is a batch of channel tensors that a channel norm's rule can serve."""
-    if engine.handle_of(x) is not None or _varies(engine, weight, bias):
+    if engine.holds(x) or _varies(engine, weight, bias):
         return False
     held = (engine.handle_of(weight), engine.handle_of(bias))
     return engine.place(x, x.ndim - 1, name, held) is not None
