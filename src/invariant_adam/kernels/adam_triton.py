@@ -24,6 +24,7 @@ from torch import Tensor
 from .launch import cdiv
 
 BLOCK, WARPS = 4096, 8
+BLOCK_BOTH, WARPS_BOTH = 4096, 8  # of fold_step, which has more in flight
 LIMIT = math.sqrt(torch.finfo(torch.float32).max) / 1024  # as in `adam.guard`
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -260,25 +261,25 @@ def fold_step(
     slots: Tensor | None = None,
 ) -> None:
     """Fold and step as `adam.fold_step` does, in one launch."""
-    tables, n = _tables(params, grads, squares or grads, exp_avgs, exp_avg_sqs)
+    tables, n = _tables(params, grads, squares or grads, exp_avgs, exp_avg_sqs, block=BLOCK_BOTH)
     if n:
         types: Any = {"W": DTYPES[params[0].dtype], "G": DTYPES[grads[0].dtype]}
         _fold_step[(n,)](
             *tables, slots, count, *keep, *gain, LIMIT, size, eps, decay,
-            **types, HAS_S=squares is not None, SIZE=BLOCK, num_warps=WARPS,
+            **types, HAS_S=squares is not None, SIZE=BLOCK_BOTH, num_warps=WARPS_BOTH,
         )  # fmt: skip
 
 
-def _tables(*lists: list[Tensor]) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+def _tables(*lists: list[Tensor], block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Addresses, blocks and sizes of a launch over `lists`, and how many blocks it has."""
     device = lists[0][0].device
     pointers = tuple(t.data_ptr() for row in zip(*lists, strict=True) for t in row)
     numels = tuple(t.numel() for t in lists[0])
     if shelf is not None:  # found again by nobody else: a graph must own what it reads
-        tables, n = _cut(numels)
+        tables, n = _cut(numels, block)
         address, blocks, sizes = (shelf(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
         return (address, blocks, sizes), n
-    blocks, sizes, n = _blocks(numels, device)
+    blocks, sizes, n = _blocks(numels, block, device)
     return (_addresses(pointers, device), blocks, sizes), n
 
 
@@ -292,14 +293,14 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _blocks(numels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
-    (blocks, sizes), n = _cut(numels)
+def _blocks(numels: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    (blocks, sizes), n = _cut(numels, block)
     return upload(blocks, device), upload(sizes, device), n
 
 
-def _cut(numels: tuple[int, ...]) -> tuple[tuple[Tensor, Tensor], int]:
-    """For each block of `BLOCK` elements, the tensor it is of and its place there; and the sizes of the tensors."""
-    counts = torch.tensor([cdiv(n, BLOCK) for n in numels], dtype=torch.int64)
+def _cut(numels: tuple[int, ...], block: int) -> tuple[tuple[Tensor, Tensor], int]:
+    """For each block of so many elements, the tensor it is of and its place there; and the sizes of the tensors."""
+    counts = torch.tensor([cdiv(n, block) for n in numels], dtype=torch.int64)
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
     place = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     table = torch.stack([tensor, place], 1).to(torch.int32)
