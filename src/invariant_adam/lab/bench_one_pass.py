@@ -259,6 +259,8 @@ class _Ready:
         self.first_s = time.perf_counter() - start
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss is {loss} after one update")
+        if gpu:
+            torch.cuda.empty_cache()  # of what the first update's check took: others may be getting ready beside
         self.update()
         self.peak_gib: float | None = None
         if gpu:
@@ -343,7 +345,7 @@ def measure(
     with timing.fast_math(), torch._dynamo.config.patch({limit: 64}), turn or nullcontext():
         for jobs_of_case in _by_plain(todo):
             _clear(jobs_of_case[0][0])
-            ready = _prepare(jobs_of_case, tell)
+            ready = _prepare(jobs_of_case, tell, patient=turn is not None)
             if turn is not None and ceilings is None:
                 tell("waiting for the others")
                 turn.wait()
@@ -376,17 +378,31 @@ def _by_plain(todo: list[Job]) -> list[list[Job]]:
     return found
 
 
-def _prepare(todo: list[Job], tell: Tell) -> dict[tuple[int | None, str], _Ready | Exception]:
-    """Make plain and the methods ready, by micro-batch size (None for plain) and method; errors in their place."""
+def _prepare(todo: list[Job], tell: Tell, patient: bool) -> dict[tuple[int | None, str], _Ready | Exception]:
+    """Make plain and the methods ready, by micro-batch size (None for plain) and method; errors in their place.
+
+    Args:
+        todo: the jobs, which share a plain pass.
+        tell: is told what goes on.
+        patient: try again where memory is short, since others are getting ready on the same device.
+    """
     ready: dict[tuple[int | None, str], _Ready | Exception] = {}
     for case, method in [(todo[0][0], "plain"), *todo]:
         key = (None if method == "plain" else case.micro_batch, method)
         if key not in ready:
             tell(f"{case}: {method} made ready")
-            try:
-                ready[key] = _Ready(case, method)
-            except Exception as error:
-                ready[key] = error
+            for again in (patient, patient, False):
+                try:
+                    ready[key] = _Ready(case, method)
+                except Exception as error:
+                    ready[key] = error
+                    if again and isinstance(error, torch.OutOfMemoryError):
+                        error.__traceback__ = None  # it holds the tensors there are
+                        gc.collect()
+                        torch.cuda.empty_cache()
+                        time.sleep(10)
+                        continue
+                break
     for case, method in todo:
         if method == "plain":
             ready[case.micro_batch, method] = ready[None, method]
