@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from loop_oracle import error, loop
+from loop_oracle import assert_exact, error, loop
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -369,6 +369,14 @@ def test_random_numbers_beside_a_norm_without_parameters():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Dropout(0.5), nn.Linear(4, 2))
     with ia.one_pass(model, 2):  # is checked in eval mode
         model(torch.randn(8, 3)).square().mean().backward()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_an_activation_that_writes_over_a_norms_output(affine):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4, affine=affine)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1)).double()
+    assert_exact(model, (torch.randn(8, 2, 6, 6).double(),), lambda m, b: m(b[0]).square().mean(), 2)
 
 
 def test_norms_that_share_a_weight_are_refused():

@@ -76,12 +76,14 @@ def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor
         call = fused.normalise_op if torch.compiler.is_compiling() else fused.normalise
         y: Tensor = call(x, mean, rstd, w, b)
         return y
-    y = _standard(x, mean, rstd)
+    y = _standard(x, mean, rstd).flatten(0, 1)
+    shape = (1, -1, *(1,) * (y.ndim - 2))
     if w is not None:
-        y = y * _channels(w[None], y)
+        y = y * w.view(shape)
     if b is not None:
-        y = y + _channels(b[None], y)
-    y = y.flatten(0, 1)
+        y = y + b.view(shape)
+    if w is None and b is None and y.dtype == x.dtype:
+        y = y.clone()  # a Function must not return a view: an activation may write over it
     # No cast that casts nothing: compilers return what it makes beside the output, and torch 2.11 then gives the
     # gradient to the wrong one of two names of one tensor.
     return y if y.dtype == x.dtype else y.to(x.dtype)
