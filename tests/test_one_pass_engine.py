@@ -601,3 +601,17 @@ def test_compile_with_inductor(batch) -> None:
     compiled = torch.compile(model, fullgraph=True)
     for _ in range(2):
         assert_exact(model, batch, exact_loss, 2, run=compiled)
+
+
+def test_squares_of_channels_last_weights_lie_like_their_moments() -> None:
+    """So that one launch folds all, and autograd copies none of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 2), nn.Flatten()).double()
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(8, 3, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    want = loop(model, (x,), mean_square, 2, 8)
+    with one_pass(model, 2):
+        mean_square(model, (x,)).backward()
+    for name, p in model.named_parameters():
+        assert p.grad_sq.stride() == p.stride()
+        torch.testing.assert_close(p.grad_sq, want[name][1])

@@ -128,6 +128,7 @@ class Squares:
         square, entry.companion.grad = entry.companion.grad, None
         entry.done = True
         assert square is not None
+        square = entry.shaped(square)
         if square.is_cuda:  # made on the stream of the backward; we are on FSDP2's, and free it before that one is done
             square.record_stream(torch.cuda.current_stream())
         return square

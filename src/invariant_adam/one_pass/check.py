@@ -666,6 +666,9 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
             left_out = torch.tensor([k not in kept for k in range(groups.kappa)], device=s.device)
             s.movedim(d, 0)[left_out[ids]] = 0
     got = _grad(engine, model, args, kwargs, params + companions, seeds)
+    for i, entry in enumerate(entries, len(entries)):
+        square = got[i]
+        got[i] = None if square is None else entry.shaped(square)
     for entry in entries:
         entry.arrived, entry.shared = 0, None
     _compare_gradients(entries, got, wants, squares)

@@ -141,12 +141,12 @@ class Engine:
                     self.share(entry)
                 assert entry.shared is not None
                 return Handle(t.detach(), entry.shared, True, entry)
-            return Handle(t, entry.companion, False, entry, direct=True)
+            return Handle(t, entry.shaped(entry.companion), False, entry, direct=True)
         return None
 
     def share(self, entry: Entry) -> None:
         """Make the copies all uses of a tied parameter draw from."""
-        direct = Handle(entry.param, entry.companion, False, entry)
+        direct = Handle(entry.param, entry.shaped(entry.companion), False, entry)
         entry.shared = expanded(self, direct)
 
     def grouped(self, h: Handle) -> Tensor:
@@ -578,7 +578,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             square = grad.detach().to(entry.companion.dtype).square()
         else:
             assert square is not None
-            scale = groups.scale(self.reduction)
+            square, scale = entry.shaped(square), groups.scale(self.reduction)
         p.grad = entry.before
         entry.companion.grad = None
         entry.done = True

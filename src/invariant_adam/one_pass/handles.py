@@ -29,10 +29,15 @@ class Entry:
         self.name = name
         self.key = next(_keys)
         self.param = param
-        # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no
-        # memory.
-        zero = torch.zeros((), dtype=wide(param.dtype), device=param.device)
-        self.companion = zero.expand(param.shape).requires_grad_()
+        # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no memory. Autograd keeps
+        # gradients of such a leaf in the order of its dimensions, so these are in the order of the parameter's memory:
+        # the square of a channels-last weight is left as it is made, and lies like its moments.
+        with torch._C.DisableTorchFunctionSubclass():
+            plain, strides = param.is_contiguous() or param.ndim < 4, param.stride()
+            order = range(param.ndim) if plain else sorted(range(param.ndim), key=lambda d: -strides[d])
+            zero = torch.zeros((), dtype=wide(param.dtype), device=param.device)
+            self.companion = zero.expand([param.shape[d] for d in order]).requires_grad_()
+        self.places = None if plain else [order.index(d) for d in range(param.ndim)]  # of its dimensions there
         self.tied = False  # used more than once in a forward
         self.shared: Tensor | None = None  # the κ expanded copies all uses of a tied parameter draw from
         self.before: Tensor | None = None  # p.grad as it was before this mini-batch
@@ -56,6 +61,10 @@ class Entry:
         weakref.finalize(self, hook.remove)
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
         self.cumulative = False  # whether that one averages over all updates, momentum=None
+
+    def shaped(self, t: Tensor) -> Tensor:
+        """The companion, or its gradient, as what the parameter's shape is."""
+        return t if self.places is None else t.permute(self.places)
 
     @property
     def module(self) -> str:
