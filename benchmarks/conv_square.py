@@ -147,7 +147,8 @@ def norms(model):
         x, g = (random(batch, channels, pixels, pixels) for _ in range(2))
         w, b, mean, var = (torch.rand(channels, device="cuda") for _ in range(4))
         how = running(0.1, kappa)
-        _, mu, r, reserve = torch.ops.aten.cudnn_batch_norm(x, w, b, mean, var, True, 0.1, 1e-5)
+        aten = torch.ops.aten  # what F.batch_norm runs on bfloat16 with float32 weights
+        _, mu, r = aten.native_batch_norm(x, w, b, mean, var, True, 0.1, 1e-5)
         mus, rs = norm.statistics(x, kappa, 1e-5, None, None, *how)
 
         def forward(x=x, w=w, b=b, mean=mean, var=var, how=how):
@@ -155,9 +156,11 @@ def norms(model):
 
         ms = timed(
             {
-                "forward": partial(torch.ops.aten.cudnn_batch_norm, x, w, b, mean, var, True, 0.1, 1e-5),
+                "forward": partial(aten.native_batch_norm, x, w, b, mean, var, True, 0.1, 1e-5),
                 "ours forward": forward,
-                "backward": partial(torch.ops.aten.cudnn_batch_norm_backward, x, g, w, mean, var, mu, r, 1e-5, reserve),
+                "backward": partial(
+                    aten.native_batch_norm_backward, g, x, w, mean, var, mu, r, True, 1e-5, [True, True, True]
+                ),
                 "ours backward": partial(norm.backward, g, x, mus, rs, w, None),
             },
             11,
@@ -190,6 +193,7 @@ def main():
     if args.json:
         result = {
             "benchmark": "conv_square and ghost batch norm over the library's calls, bfloat16, channels last",
+            "command": "python benchmarks/conv_square.py" + (f" --model {args.model}" if args.model else ""),
             "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
             "python": platform.python_version(), "invariant_adam": invariant_adam.__version__,
             "date": date.today().isoformat(), "rows": rows,

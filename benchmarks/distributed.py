@@ -455,6 +455,14 @@ def nccl(path, name, batch, rounds, device):
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1, **options)
         exact, rows = [], []
+
+        def write():
+            """What there is so far: a run cut short keeps it."""
+            found = record.provenance() | record.environment(device)
+            found |= {"command": "python benchmarks/distributed.py nccl", "model": name, "batch": batch}
+            found |= {"rounds": rounds, "seconds": round(time.perf_counter() - start, 1), "updates": UPDATES}
+            record.write_json(path, found | {"rows": rows, "exact": exact})
+
         for mode in ("none", "ddp", "shard_state", "fsdp2"):
             for how in ("loop", "expect", "one pass"):
                 exact.append(exact_alone(mode, how, device))
@@ -474,20 +482,11 @@ def nccl(path, name, batch, rounds, device):
                 rows.append({"mode": mode, "method": method, "ms": time_of.ms, "best_ms": time_of.best_ms})
                 rows[-1] |= {"ratio": ratio, "calls": time_of.calls}
                 print(f"{time.perf_counter() - start:5.1f} s", rows[-1], flush=True)
+            write()
             del work
             gc.collect()
             if gpu:
                 torch.cuda.empty_cache()
-        record.write_json(
-            path,
-            record.provenance()
-            | record.environment(device)
-            | {
-                "command": "python benchmarks/distributed.py nccl",
-                "model": name, "batch": batch, "rounds": rounds, "seconds": round(time.perf_counter() - start, 1),
-                "updates": UPDATES, "rows": rows, "exact": exact,
-            },
-        )  # fmt: skip
         if gpu:
             torch.cuda.synchronize()
         dist.destroy_process_group()

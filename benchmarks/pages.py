@@ -93,6 +93,10 @@ def number(row, key, form):
     return format(row[key], form) if key in row else ""
 
 
+def memory(row, key):
+    return f", {row[key]:.1f} GiB" if key in row else ""
+
+
 def gpu_rows():
     for name, result, rows in measured("one_pass_h200"):
         methods = [m for m in METHODS if m != "plain" and any(row["method"] == m for row in rows)]
@@ -106,10 +110,10 @@ def gpu_rows():
                 table.setdefault((what(row), row["micro_batch"]), {})[row["method"]] = row
         for (label, micro), by_method in table.items():
             plain = next(iter(by_method.values()))
-            cells = [f"{plain['plain_ms']:.0f} ms, {plain['plain_peak_gib']:.1f} GiB"]
+            cells = [f"{plain['plain_ms']:.0f} ms" + memory(plain, "plain_peak_gib")]
             for method in methods:
                 row = by_method.get(method)
-                cells.append(f"{row['ratio']:.2f}×, {row['peak_gib']:.1f} GiB" if row else "")
+                cells.append(f"{row['ratio']:.2f}×" + memory(row, "peak_gib") if row else "")
             yield f"| {label}, M={micro} | " + " | ".join(cells) + " |"
         yield ""
         yield f"(`{result['command']}`, kept as `benchmarks/results/{name}.json`.)"
@@ -186,6 +190,21 @@ def gemm_rows():
     for row in result["rows"]:
         shape = f"{row['rows']} | {row['rows_per_group']} | {row['o']} × {row['i']}"
         yield f"| {shape} | {row['plain_tflops']:.0f} | {row['ratio']:.2f} |"
+
+
+def conv_rows():
+    for name, result, rows in measured("conv_square_h200"):
+        yield "| layers | channels | image | kernel, stride | library's gradient, ms | with squares, time over it |"
+        yield "|---|---|---|---|---|---|"
+        for row in rows:
+            if "inner" in row:
+                cells = [str(row["times"]), f"{row['inner']} → {row['out']}", f"{row['pixels']}²"]
+                cells += [f"{row['kernel']}×{row['kernel']}, {row['stride']}", f"{row['plain_ms']:.3f}"]
+                yield "| " + " | ".join([*cells, f"{row['ratio']:.2f}"]) + " |"
+            else:
+                yield f"| all | | | | {row['all_plain_ms']:.2f} | {row['ratio']:.2f} |"
+        yield ""
+        yield f"(`{result['command']}`, kept as `{name}.json`.)"
 
 
 def peers_rows():
@@ -302,8 +321,13 @@ def nccl_rows():
         yield "|---|" + "---|" * len(methods)
         for mode, label in wrappers.items():
             found = {row["method"]: row for row in rows if row["mode"] == mode}
+            if not found:
+                continue
             cells = [f"{found[m]['ratio']:.2f}" if m in found else "" for m in methods[1:]]
             yield "| " + " | ".join([label, f"{found['AdamW']['ms']:.1f}", *cells]) + " |"
+        if "remark" in result:
+            yield ""
+            yield result["remark"]
         yield ""
         yield f"Largest differences from the reference in float64 after {result['updates']} updates of 3 micro-batches"
         yield "in float32, of the small network above:"
@@ -319,7 +343,7 @@ def nccl_rows():
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
-    "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows},
+    "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows, "conv": conv_rows},
     "docs/distributed.md": {
         "table": distributed_rows,
         "floor": floor_rows,

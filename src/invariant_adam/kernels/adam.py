@@ -54,7 +54,7 @@ def _serving(tensors: list[Tensor], *moments: list[Tensor]) -> ModuleType:
 
 def _aligned(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors, those that a kernel could not load 16 bytes at a time copied: cut from others, they are small."""
-    return [t.clone() if t.is_cuda and t.data_ptr() % 16 else t for t in tensors]
+    return [t.clone() if t.data_ptr() % 16 else t for t in tensors]
 
 
 def fold(
@@ -69,8 +69,10 @@ def fold(
     slots: Tensor | None = None,
 ) -> None:
     """Fold gradients into the moments: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g² (see `adam_torch.fold`)."""
-    grads, squares = _aligned(grads), squares and _aligned(squares)
     serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
+    if serving is adam_torch and grads[0].is_cuda:
+        grads, squares = _aligned(grads), squares and _aligned(squares)
+        serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
     serving.fold(grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, count=count, slots=slots)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from .launch import cdiv
 
 BLOCK, WARPS = 4096, 8
-BLOCK_BOTH, WARPS_BOTH = 4096, 8  # of fold_step, which has more in flight
+BLOCK_BOTH, WARPS_BOTH = 512, 4  # of fold_step, which has more in flight
 LIMIT = math.sqrt(torch.finfo(torch.float32).max) / 1024  # as in `adam.guard`
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

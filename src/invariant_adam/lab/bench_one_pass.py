@@ -263,7 +263,7 @@ class _Ready:
             torch.cuda.empty_cache()  # of what the first update's check took: others may be getting ready beside
         self.update()
         self.peak_gib: float | None = None
-        if gpu:
+        if gpu and not case.graph:  # a replay allocates nothing: its memory was taken when it was captured
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             self.update()
