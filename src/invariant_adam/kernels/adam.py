@@ -69,10 +69,10 @@ def fold(
     slots: Tensor | None = None,
 ) -> None:
     """Fold gradients into the moments: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g² (see `adam_torch.fold`)."""
-    serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
+    serving = _serving(grads, exp_avgs, exp_avg_sqs, *([squares] if squares else []))
     if serving is adam_torch and grads[0].is_cuda:
         grads, squares = _aligned(grads), squares and _aligned(squares)
-        serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
+        serving = _serving(grads, exp_avgs, exp_avg_sqs, *([squares] if squares else []))
     serving.fold(grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, count=count, slots=slots)
 
 
@@ -107,7 +107,7 @@ def fold_step(
     slots: Tensor | None = None,
 ) -> None:
     """`fold`, then `step`, in one pass over memory where the kernels can: each tensor is read and written once."""
-    serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or exp_avgs)
+    serving = _serving(grads, exp_avgs, exp_avg_sqs, *([squares] if squares else []))
     if serving is not adam_torch:
         serving = _serving(params, exp_avgs)
     serving.fold_step(

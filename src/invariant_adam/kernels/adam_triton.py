@@ -187,17 +187,13 @@ def _fold_step(
 
 def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:
     """Whether these kernels can take the lists: dense tensors of equal layout and alignment, float32 moments."""
-    for t, *others in zip(tensors, *moments, strict=True):
-        if t.dtype not in DTYPES or not (t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)):
-            return False
-        stride, address = t.stride(), t.data_ptr()
-        for x in others:
-            if x.dtype != torch.float32 or x.stride() != stride:
-                return False
-            address |= x.data_ptr()
-        if address % 16:
-            return False
-    return True
+    strides = [t.stride() for t in tensors]
+    return (
+        {t.dtype for t in tensors} <= DTYPES.keys()
+        and all(t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
+        and all({x.dtype for x in xs} <= {torch.float32} and [x.stride() for x in xs] == strides for xs in moments)
+        and not any(t.data_ptr() % 16 for ts in (tensors, *moments) for t in ts)
+    )
 
 
 def fold(
@@ -273,8 +269,8 @@ def fold_step(
 def _tables(*lists: list[Tensor], block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Addresses, blocks and sizes of a launch over `lists`, and how many blocks it has."""
     device = lists[0][0].device
-    pointers = tuple(t.data_ptr() for row in zip(*lists, strict=True) for t in row)
-    numels = tuple(t.numel() for t in lists[0])
+    pointers = tuple([t.data_ptr() for row in zip(*lists, strict=True) for t in row])
+    numels = tuple([t.numel() for t in lists[0]])
     if shelf is not None:  # found again by nobody else: a graph must own what it reads
         tables, n = _cut(numels, block)
         address, blocks, sizes = (shelf(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
