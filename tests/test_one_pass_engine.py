@@ -12,6 +12,7 @@ from loop_oracle import assert_exact, loop
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from invariant_adam import checks
 from invariant_adam.one_pass import UnsupportedUse, one_pass, pair
 from invariant_adam.one_pass.dispatch import State
 
@@ -140,6 +141,13 @@ def test_compiled_model_must_be_the_one_that_is_passed() -> None:
     with pytest.raises(Exception, match="called|compiled"), one_pass(model, 1):  # noqa: RUF043
         compiled(torch.randn(4, 3)).sum().backward()
     assert type(model.weight) is nn.Parameter
+
+
+def test_compiled_models_need_a_torch_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "OLDEST", (99, 0))
+    one_pass(nn.Linear(3, 2), 1)
+    with pytest.raises(RuntimeError, match=r"compiled model needs torch 99\.0 or newer.*pass the model uncompiled"):
+        one_pass(torch.compile(nn.Linear(3, 2)), 1)
 
 
 def test_sum_reduction() -> None:

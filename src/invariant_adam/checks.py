@@ -52,6 +52,18 @@ _UNSUPPORTED = {
 }
 
 
+OLDEST = (2, 11)  # the first torch on which compiled one passes and FSDP2 were tried; on 2.6 both fail
+
+
+def need_torch(what: str, remedy: str) -> None:
+    """Refuse, by name, what older versions of torch cannot do or were never held against the loop in."""
+    needed = ".".join(map(str, OLDEST))
+    if torch.__version__ < needed:  # torch compares them as versions
+        raise RuntimeError(
+            f"{what} needs torch {needed} or newer, and this is {torch.__version__}; update it, or {remedy}"
+        )
+
+
 def check_adamw_options(options: dict[str, Any]) -> None:
     """Let AdamW's speed hints pass; refuse what would change the algorithm, and unknown names."""
     for name, value in options.items():

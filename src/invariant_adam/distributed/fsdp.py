@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import folding, hooks
+from ..checks import need_torch
 from ..one_pass import pair
 from ..one_pass.dispatch import State
 from ..one_pass.groups import UnsupportedUse
@@ -175,6 +176,7 @@ class FullySharded(Team):
     takes_kernels = False
 
     def __init__(self, model: nn.Module, optimizer: InvariantAdam, squares_dtype: torch.dtype | None = None) -> None:
+        need_torch("distributed.prepare on a model sharded by FSDP2", "use DDP, with shard_state=True for the moments")
         found = list(_groups(model))
         info = found[0].mesh_info
         super().__init__(

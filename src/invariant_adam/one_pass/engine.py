@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from ..checks import need_torch
 from ..kernels.gemm_square import wide
 from . import batch_norm, pair
 from .check import Probe, verify
@@ -304,6 +305,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise ValueError(f"batch_dim must be >= 0, got {batch_dim}")
         if weights is not None and reduction == "sum":
             raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
+        if hasattr(model, "_orig_mod"):
+            need_torch("one_pass on a compiled model", "pass the model uncompiled")
         self.model, self.micro, self.reduction = model, micro_batch_size, reduction
         self.batch_size, self.weights, self.ragged, self.check = batch_size, weights, ragged, check
         self.into = into
