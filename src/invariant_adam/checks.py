@@ -52,15 +52,14 @@ _UNSUPPORTED = {
 }
 
 
-OLDEST = (2, 11)  # the first torch on which compiled one passes and FSDP2 were tried; on 2.6 both fail
+OLDEST = "2.11"  # the first torch on which compiled one passes and FSDP2 were tried; on 2.6 both fail
 
 
 def need_torch(what: str, remedy: str) -> None:
     """Refuse, by name, what older versions of torch cannot do or were never held against the loop in."""
-    needed = ".".join(map(str, OLDEST))
-    if torch.__version__ < needed:  # torch compares them as versions
+    if torch.__version__ < OLDEST:  # torch compares them as versions
         raise RuntimeError(
-            f"{what} needs torch {needed} or newer, and this is {torch.__version__}; update it, or {remedy}"
+            f"{what} needs torch {OLDEST} or newer, and this is {torch.__version__}; update it, or {remedy}"
         )
 
 
