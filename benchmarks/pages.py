@@ -193,10 +193,10 @@ def gemm_rows():
 
 
 def conv_rows():
-    for name, result, rows in measured("conv_square_h200"):
+    for name, result, _ in measured("conv_square_h200"):
         yield "| layers | channels | image | kernel, stride | library's gradient, ms | with squares, time over it |"
         yield "|---|---|---|---|---|---|"
-        for row in rows:
+        for row in result["rows"]:
             if "inner" in row:
                 cells = [str(row["times"]), f"{row['inner']} → {row['out']}", f"{row['pixels']}²"]
                 cells += [f"{row['kernel']}×{row['kernel']}, {row['stride']}", f"{row['plain_ms']:.3f}"]
