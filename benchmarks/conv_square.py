@@ -10,22 +10,18 @@ library's gradients of the groups. `--tune` times the candidates of each convolu
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 from datetime import date
 from functools import partial
 from pathlib import Path
 
 import torch
-import triton
 
-import invariant_adam
 from invariant_adam.kernels import batch_norm_triton as norm
 from invariant_adam.kernels import conv_square_triton as fused
 from invariant_adam.kernels.batch_norm import running
 from invariant_adam.kernels.conv_square import Geometry, conv_backward, conv_square, is_pointwise
-from invariant_adam.lab import timing
+from invariant_adam.lab import record, timing
 
 # times, input channels, output channels, input pixels a side, kernel, stride
 RESNET18 = [
@@ -191,15 +187,12 @@ def main():
     if not args.tune:
         rows += [row for model in models for row in norms(model)]
     if args.json:
-        result = {
+        head = {
             "benchmark": "conv_square and ghost batch norm over the library's calls, bfloat16, channels last",
             "command": "python benchmarks/conv_square.py" + (f" --model {args.model}" if args.model else ""),
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-            "python": platform.python_version(), "invariant_adam": invariant_adam.__version__,
-            "date": date.today().isoformat(), "rows": rows,
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        }
+        made = record.environment(torch.device("cuda")) | {"date": date.today().isoformat(), "rows": rows}
+        record.write_json(args.json, head | made)
         print(f"wrote {args.json}")
 
 

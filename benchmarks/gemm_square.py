@@ -9,17 +9,13 @@ configurations instead.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from datetime import date
 from pathlib import Path
 
 import torch
-import triton
 
-import invariant_adam
 from invariant_adam.kernels.gemm_square_triton import candidates, choose, gemm_square
-from invariant_adam.lab import timing
+from invariant_adam.lab import record, timing
 
 # rows in all, rows per group, o, i
 SHAPES = [
@@ -86,14 +82,12 @@ def main():
         )  # fmt: skip
         print(rows[-1], flush=True)
     if args.out and rows:
-        result = {
+        head = {
             "benchmark": "gemm_square over the plain weight gradient, bfloat16",
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-            "python": platform.python_version(), "invariant_adam": invariant_adam.__version__,
-            "date": date.today().isoformat(), "rows": rows,
-        }  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            "command": "python benchmarks/gemm_square.py",
+        }
+        made = record.environment(torch.device("cuda")) | {"date": date.today().isoformat(), "rows": rows}
+        record.write_json(args.out, head | made)
         print(f"wrote {args.out}")
 
 

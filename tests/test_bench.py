@@ -1,5 +1,7 @@
 import inspect
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -69,6 +71,23 @@ def test_commands_started_together_share_a_file(tmp_path):
     for other in others:
         other.join()
     assert {row["model"] for row in json.loads(out.read_text())["rows"]} == {"gpt-char", "resnet18"}
+
+
+def test_commands_that_were_killed_do_not_count_as_ready(tmp_path):
+    folder = tmp_path / "turns"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    folder.mkdir()
+    (folder / f"ready-{dead.pid}").touch()
+    words = r"--together 2: only 1 commands are ready.*leave --together out"
+    with timing.Turn(folder, 2, patience=0.0) as turn, pytest.raises(TimeoutError, match=words):
+        turn.wait()
+
+
+def test_the_last_command_clears_the_marks(tmp_path):
+    with timing.Turn(tmp_path / "turns", 1) as turn:
+        turn.wait()
+    assert not (tmp_path / "turns").exists()
 
 
 @pytest.mark.parametrize(
