@@ -560,11 +560,7 @@ class InvariantAdam(Optimizer):
         with in_touch("closing an update"):
             self._ranks.agree(self, self._collect)
         self._update.check_whole(self._name)
-        start = self.samples_seen
-        stop = start + round(self.kappa * self._size)
-        for hook in self._update_hooks.values():
-            hook(self, start, stop)
-        moves = self._plan()  # refuses before anything changes
+        moves, stop = self._schedule()  # refuses before anything changes
         if self._on_nonfinite == "raise":  # asks before the weights move
             self._flush()
             self._report_nonfinite()
@@ -638,11 +634,7 @@ class InvariantAdam(Optimizer):
                 part = self._part(p)
                 keep, gain, _ = self._count(p, part, kappa, scale, paired=paired, signed=signed)
                 folds.append((*keep, *gain))
-            start = self.samples_seen
-            stop = start + round(self.kappa * self._size)
-            for hook in self._update_hooks.values():
-                hook(self, start, stop)
-            moves = self._plan()
+            moves, stop = self._schedule()
             steps = {p: (move.size, move.eps, move.decay, 0.0) for move in moves for p in move.params}
             rows = [
                 tape.row([folds[place] for place in launch.places], [steps[p] for p in launch.params])
@@ -680,6 +672,14 @@ class InvariantAdam(Optimizer):
             "it was assigned after the backward, by hand or by a wrapper such as DistributedDataParallel; drop the "
             'update with opt.abandon(), and unwrap the model or use InvariantAdam(fold="call") and opt.fold()'
         )
+
+    def _schedule(self) -> tuple[list[_Move], int]:
+        """Let schedules see the samples of the update; return its moves, and the samples seen after it."""
+        start = self.samples_seen
+        stop = start + round(self.kappa * self._size)
+        for hook in self._update_hooks.values():
+            hook(self, start, stop)
+        return self._plan(), stop
 
     def _plan(self) -> list[_Move]:
         """Turn what is folded into the scalars of the step, once for all parameters that share a history."""

@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 from ..checks import need_torch
 from ..kernels.gemm_square import wide
 from . import batch_norm, pair
-from .check import Probe, verify
+from .check import verify
 from .dispatch import OnePassParameter, State, expanded
 from .groups import Groups, UnsupportedUse
 from .handles import Entry, Handle, Lifted
 from .into import Sink
+from .probe import Probe
 from .routing import group_ids
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.gemm_square import method
-from .check import Probe, Record, run, verify
+from .check import verify
 from .engine import Engine, one_pass
 from .groups import Groups, UnsupportedUse
 from .handles import Entry
+from .probe import Probe, Record, run
 
 PRODUCTS = (
     "linear",

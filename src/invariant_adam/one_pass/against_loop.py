@@ -1,0 +1,255 @@
+"""Hold the gradients and squares of one pass against a loop over micro-batches, cut from the same inputs.
+
+Two of them where outputs can be masked to two; all, where the only output is a scalar. In float64, where the model can
+be run in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .groups import Groups, UnsupportedUse
+from .probe import close, cut, differentiable, plainly, run
+from .routing import sample_groups
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .handles import Entry
+
+# How far a gradient may be from the loop's, relative, by bytes per element. float64 leaves room for models that compute
+# parts in float32; the others are for models that cannot run in float64, where a ReLU may turn on rounding.
+AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
+
+
+def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
+
+    A model that draws random numbers is held against it in eval mode: the loop would draw others.
+    """
+    groups = engine.groups
+    few = _few(engine, args, kwargs)
+    if few < groups.kappa:
+        args, kwargs = cut((args, kwargs), groups, 0, few)
+        engine.groups = Groups(few * groups.micro, groups.micro, groups.axis)
+    try:
+        _check_gradients(engine, model, args, kwargs)
+    finally:
+        engine.groups = groups
+
+
+def coincides(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """Whether another size is the batch's, so that one may be taken for the other."""
+    return engine.groups.batch in _sizes(engine, args, kwargs)
+
+
+def _sizes(engine: Engine, args: Any, kwargs: Any) -> set[int]:
+    """All sizes in sight that are not the batch's own."""
+    sizes = {n for entry in engine.entries.values() for n in entry.param.shape}
+    for t in tree_leaves((args, kwargs)):
+        if isinstance(t, Tensor):
+            sizes.update(n for d, n in enumerate(t.shape) if d != engine.groups.axis)
+    return sizes
+
+
+def _few(engine: Engine, args: Any, kwargs: Any) -> int:
+    """How many micro-batches to hold against the loop: four or so, unless that would hide or make a coincidence."""
+    groups = engine.groups
+    if groups.c is not None or coincides(engine, args, kwargs):
+        return groups.kappa
+    sizes = _sizes(engine, args, kwargs)
+    full = groups.batch // groups.micro
+    return next((k for k in (4, 5, 6, 7, 3) if k < full and k * groups.micro not in sizes), groups.kappa)
+
+
+def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+    small = cut((args, kwargs), engine.groups, 0)
+    try:
+        with plainly(engine):
+            first = differentiable(run(engine, model, *small)[1])
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(torch.initial_seed() + 1)
+                second = differentiable(run(engine, model, *small)[1])
+    except Exception as error:
+        raise UnsupportedUse(
+            "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
+            f"({error}); give every batched input the batch in batch_dim, or pass check=False"
+        ) from error
+    still = all(close(a, b) for a, b in zip(first, second, strict=False))
+    del first, second
+    with nullcontext() if still else _evaluating(model):
+        try:
+            with _in_double(engine, model, args, kwargs) as (a, kw):
+                _hold_against_loop(engine, model, a, kw)
+            return
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if isinstance(error, UnsupportedUse):
+                raise
+            if "use_reentrant" in str(error):
+                return  # cannot be differentiated to chosen leaves; arrivals are still counted in backward
+        _hold_against_loop(engine, model, args, kwargs)  # the model insists on its own precision
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+
+
+@contextmanager
+def _in_double(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """The model and its inputs in float64, so that rounding is not taken for a mistake, nor a mistake for rounding.
+
+    In float32 one activation that rounds to the other side of a ReLU moves a gradient by a thousandth.
+    """
+    held: list[tuple[Tensor, Tensor]] = []
+    companions = [(entry, entry.companion) for entry in engine.entries.values()]
+    try:
+        with ExitStack() as stack:
+            for kind in {p.device.type for p in model.parameters()}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            with torch._C.DisableTorchFunctionSubclass():
+                for t in (*model.parameters(), *model.buffers()):
+                    if t.is_floating_point():
+                        held.append((t, t.data))
+                        t.data = t.data.double()
+            for entry, old in companions:
+                zero = torch.zeros((), dtype=torch.float64, device=old.device)
+                entry.companion = zero.expand(old.shape).requires_grad_()
+            yield tree_map(_as_double, (args, kwargs))
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for t, data in held:
+                t.data = data
+        for entry, old in companions:
+            entry.companion = old
+
+
+def _as_double(t: Any) -> Any:
+    return t.detach().double() if isinstance(t, Tensor) and t.is_floating_point() else t
+
+
+def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+    groups = engine.groups
+    entries = list(engine.entries.values())
+    params, companions = [e.param for e in entries], [e.companion for e in entries]
+    full = differentiable(run(engine, model, args, kwargs)[1])
+    batched = any(groups.batch in o.shape for o in full)
+    kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
+    with plainly(engine):
+        small = differentiable(run(engine, model, *cut((args, kwargs), groups, 0))[1])
+    if len(small) != len(full):
+        raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
+    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a
+    # scalar.
+    generator = torch.Generator().manual_seed(0)
+    seeds: list[Tensor] = []
+    axes: list[int | None] = []
+    for o, piece in zip(full, small, strict=True):
+        rows = min(groups.micro, groups.batch)
+        where = [
+            d
+            for d, n in enumerate(o.shape)
+            if n == groups.batch and piece.shape == (*o.shape[:d], rows, *o.shape[d + 1 :])
+        ]
+        axes.append(where[0] if where else None)
+        seed = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)
+        if not where:  # not samples: the loss, where there is nothing else
+            seed = torch.ones_like(o) if o.ndim == 0 and not batched else torch.zeros_like(o)
+        seeds.append(seed)
+    if not any(bool(s.any()) for s in seeds):
+        return
+    c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()
+    wants: list[Any] = [None] * len(entries)
+    squares: list[Any] = [None] * len(entries)
+    for k in kept:
+        lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
+        theirs = [s if d is None else s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
+        with plainly(engine):
+            a, kw = cut((args, kwargs), groups, k)
+            grads = _grad(engine, model, a, kw, params, theirs)
+        # A scalar is the micro-batch's own mean, of which the mini-batch's holds the share W_k/W =
+        # 1/(κ c_k).
+        share = 1 / (groups.kappa * c[k]) if c[k] else 0.0
+        if batched or engine.reduction == "sum":
+            share = 1.0
+        for i, g in enumerate(grads):
+            if g is not None:
+                s = share * g.double()
+                wants[i] = s if wants[i] is None else wants[i] + s
+                square = c[k] * s.square()
+                squares[i] = square if squares[i] is None else squares[i] + square
+    for s, d in zip(seeds, axes, strict=True):
+        if d is not None:
+            ids = sample_groups(groups, groups.batch, s.device)
+            left_out = torch.tensor([k not in kept for k in range(groups.kappa)], device=s.device)
+            s.movedim(d, 0)[left_out[ids]] = 0
+    got = _grad(engine, model, args, kwargs, params + companions, seeds)
+    for i, entry in enumerate(entries, len(entries)):
+        square = got[i]
+        got[i] = None if square is None else entry.shaped(square)
+    for entry in entries:
+        entry.arrived, entry.shared = 0, None
+    _compare_gradients(entries, got, wants, squares)
+
+
+def _grad(
+    engine: Engine,
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    leaves: list[Tensor],
+    seeds: list[Tensor],
+) -> list[Tensor | None]:
+    def differentiate(outputs: list[Any]) -> list[Tensor | None]:
+        engine.probe = None  # checkpoints recompute their forward in here
+        # Edges instead of parameters, which would send the whole backward through `dispatch`.
+        with torch._C.DisableTorchFunctionSubclass():
+            edges = [get_gradient_edge(t) for t in leaves]
+        return list(torch.autograd.grad(differentiable(outputs), edges, seeds, allow_unused=True))
+
+    result: list[Tensor | None] = run(engine, model, args, kwargs, differentiate)[1]
+    return result
+
+
+def _rms(t: Tensor) -> float:
+    return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
+
+
+def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], squares: list[Any]) -> None:
+    """Every parameter's gradient and square, by the root mean square of what differs."""
+    largest = max([_rms(w) for w in wants if w is not None] or [0.0])
+    wrong = []
+    for i, entry in enumerate(entries):
+        want, square = wants[i], squares[i]
+        entry.reached = want is not None
+        if want is None or not want.numel():
+            continue
+        reduced = torch.is_autocast_enabled(entry.param.device.type)
+        tolerance = AGREEMENT[2] if reduced else AGREEMENT.get(entry.param.dtype.itemsize, AGREEMENT[2])
+        grad, sq = got[i], got[i + len(entries)]
+        floor = 1e-3 * largest  # a gradient that is zero but for rounding has no scale of its own
+        for kind, a, b, least in (("gradient", grad, want, floor), ("square", sq, square, floor**2)):
+            size = max(_rms(b), least)
+            difference = float("inf") if a is None else _rms(a.double() - b)
+            if size and not difference <= tolerance * size:
+                through = ", ".join(sorted(entry.operations)) or "an operation torch does not show"
+                wrong.append(f"{entry.name}: its {kind} is off by {difference / size:.1g} (through {through})")
+                break
+    if wrong:
+        raise UnsupportedUse(
+            "one pass and the loop over micro-batches disagree on this model:\n  " + "\n  ".join(wrong) + "\nEither "
+            "samples of different micro-batches influence each other, or an operation is not "
+            "covered; loop over micro-batches"
+        )
