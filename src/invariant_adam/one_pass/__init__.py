@@ -3,7 +3,7 @@
 from . import attention as _attention  # noqa: F401 - these three register the rules
 from . import recurrent as _recurrent  # noqa: F401
 from . import rules as _rules  # noqa: F401
-from .engine import one_pass
+from .context import one_pass
 from .explain import Explanation, explain
 from .groups import UnsupportedUse
 

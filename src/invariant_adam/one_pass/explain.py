@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..kernels.gemm_square import method
 from .check import verify
-from .engine import Engine, one_pass
+from .context import one_pass
+from .engine import Engine
 from .groups import Groups, UnsupportedUse
 from .handles import Entry
 from .probe import Probe, Record, run

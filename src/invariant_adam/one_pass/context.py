@@ -1,0 +1,390 @@
+"""`one_pass`: open a model for one backward over a mini-batch, and leave its pairs.
+
+On entry every trainable parameter's class is swapped for one whose operations come through
+`dispatch`; on leaving it is swapped back, and (mean g, mean g²) is handed over by `pair.put`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from ..checks import need_torch
+from . import batch_norm, pair
+from .check import verify
+from .dispatch import OnePassParameter, State
+from .engine import Engine
+from .groups import Groups, UnsupportedUse
+from .handles import Entry
+from .into import Sink
+
+if TYPE_CHECKING:
+    from ..optimizer import InvariantAdam
+
+
+# Model -> (M, batch_dim) -> what is known. The engine holds the model weakly.
+_engines: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], Engine]] = weakref.WeakKeyDictionary()
+
+
+class one_pass:  # noqa: N801 - a context manager, used like a function
+    """One backward over a mini-batch leaves on every parameter p the pair of its micro-batches.
+
+        p.grad = mean_k g_k,   p.grad_sq = mean_k g_k²,   k = 1 … κ = B/M
+
+    Args:
+        model: the module whose forward runs inside the context; a compiled module is passed as it is.
+        micro_batch_size: M, in samples. Samples k·M … (k+1)·M − 1 of the mini-batch are micro-batch k.
+        reduction: how the loss reduces over samples. "mean" divides by the mini-batch; "sum" does not, and g_k is then
+            the gradient of micro-batch k's sum.
+        batch_dim: the dimension of the batch in the model's inputs.
+        batch_size: B, in samples; by default read from the model's inputs.
+        weights: the weight of each sample (B,) or token (B, T) in a loss that is a weighted mean over the mini-batch,
+            Σ w l / Σ w: a mask of 0 and 1 for a loss averaged over tokens that are not padding. Micro-batch k then
+            counts W_k/W in both means.
+        ragged: what to do when M does not divide B: "weight" counts the last micro-batch n/M, "refuse" raises.
+        into: an `InvariantAdam(fold="backward")` of all these parameters: pairs go into its moments as they are made,
+            in the epilogue of a linear layer's weight gradient on a GPU, and neither gradient nor square is ever in
+            memory. Same numbers; `opt.step()` follows as always.
+        check: run the model a few times more when it first meets a shape of input, to establish that the rows each
+            parameter sees stay with their samples, and that gradients and squares equal the loop's.
+
+    >>> import torch
+    >>> net, x = torch.nn.Linear(3, 1), torch.randn(8, 3)
+    >>> with one_pass(net, micro_batch_size=2):
+    ...     net(x).square().mean().backward()
+    >>> tuple(net.weight.grad_sq.shape), net.weight.grad_kappa
+    ((1, 3), 4.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_batch_size: int,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        weights: Tensor | None = None,
+        ragged: Literal["weight", "refuse"] = "weight",
+        into: InvariantAdam | None = None,
+        check: bool = True,
+    ) -> None:
+        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size must be an integer >= 1, got {micro_batch_size!r}")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+        if ragged not in ("weight", "refuse"):
+            raise ValueError(f'ragged must be "weight" or "refuse", got {ragged!r}')
+        if batch_dim < 0:
+            raise ValueError(f"batch_dim must be >= 0, got {batch_dim}")
+        if weights is not None and reduction == "sum":
+            raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
+        if hasattr(model, "_orig_mod"):
+            need_torch("one_pass on a compiled model", "pass the model uncompiled")
+        self.model, self.micro, self.reduction = model, micro_batch_size, reduction
+        self.batch_size, self.weights, self.ragged, self.check = batch_size, weights, ragged, check
+        self.into = into
+        engines = _engines.setdefault(model, {})
+        key = (micro_batch_size, batch_dim)
+        if key not in engines:
+            engines[key] = Engine(model, micro_batch_size, batch_dim)
+        self.engine = engines[key]
+        self.armed: list[Entry] = []
+
+    def __enter__(self) -> one_pass:
+        if State.engine is not None:
+            raise RuntimeError("one_pass is already open; close it before opening another")
+        engine = self.engine
+        entries = engine.refresh(self.model)
+        if self.into is not None:
+            _bind(self.into)
+        self.undo: list[Any] = []
+        for entry in entries:
+            if entry.param.grad is not None and pair.peek(entry.param) is None:
+                raise RuntimeError(
+                    f"{entry.name} has a gradient from outside one_pass; consume it (fold, step) "
+                    "or clear it (zero_grad) first"
+                )
+            entry.refuse_hooks(called=self.into is None)
+            if type(entry.param) is not nn.Parameter:
+                raise UnsupportedUse(
+                    f"{entry.name} is a {type(entry.param).__name__}; one_pass follows torch.nn.Parameter only"
+                )
+        try:
+            self._open(entries)
+        except BaseException:
+            self._restore()
+            Sink.open = None
+            for entry in self.armed:
+                entry.param.grad, entry.before = entry.before, None
+            self.armed = []
+            raise
+        State.engine = engine
+        return self
+
+    def _open(self, entries: list[Entry]) -> None:
+        engine = self.engine
+        if engine.subscriptions != pair.subscriptions:
+            for entry in entries:
+                entry.taker = pair.taker_of(entry.param)
+            engine.subscriptions = pair.subscriptions
+        for entry in entries:
+            p = entry.param
+            self.armed.append(entry)
+            entry.before = p.grad
+            p.grad = None
+            entry.companion.grad = None
+            entry.arrived, entry.fired, entry.shared, entry.done = 0, 0, None, False
+            entry.operations.clear()
+            p.one_pass_entry = entry  # type: ignore[attr-defined]
+            p.__class__ = OnePassParameter
+            pair.arm(p)
+            entry.watcher = None if entry.taker is None else self._arrived
+        self.undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
+        self._patch()
+        engine.known = engine.single = engine.into = False
+        engine.outside = True
+        engine.reduction = self.reduction
+        if self.into is not None:
+            Sink.open = Sink(self.into, entries)
+            for device in {entry.param.device for entry in entries} - engine.tickets.keys():
+                engine.tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
+            tickets = chain.from_iterable(engine.tickets.values())
+            Sink.open.edges = [get_gradient_edge(ticket) for ticket in tickets]
+        self.forwards = 0
+        if self.batch_size is not None:
+            self._divide(self.batch_size)
+
+    def _patch(self) -> None:
+        """Give batch norms their ghost forward, as their modes are now."""
+        for patch in [undo for undo in self.undo if isinstance(undo, batch_norm.Patch)]:
+            patch.remove()
+            self.undo.remove(patch)
+        norms = [(name, module) for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)]
+        self.modes = [(module, module.training) for _, module in norms]
+        self.undo.extend(batch_norm.patches(norms, self.engine))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        State.engine = None
+        self.engine.normed = {}
+        self._restore()
+        try:
+            if kind is None:
+                self._harvest()
+        finally:
+            Sink.open, self.engine.into = None, False
+            for ticket in chain.from_iterable(self.engine.tickets.values()):
+                ticket.grad = None
+            for entry in self.armed:
+                if not entry.done:
+                    entry.param.grad = entry.before
+                entry.companion.grad = entry.shared = entry.before = None
+            self.armed = []
+
+    def _restore(self) -> None:
+        for handle in self.undo:
+            handle.remove()
+        for entry in self.armed:
+            entry.param.__class__ = nn.Parameter
+            entry.watcher = None
+            del entry.param.one_pass_entry  # type: ignore[attr-defined]
+            pair.disarm(entry.param)
+
+    def _arrived(self, entry: Entry) -> None:
+        """Hand the pair over as soon as both halves have arrived, so that the optimizer frees it in
+        backward."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if entry.param.grad is not None and (self.engine.single or entry.companion.grad is not None):
+                self._put(entry)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
+        return self  # a model copied inside the context takes the hooks along; they know their own model
+
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        if module is self.model:
+            self.engine.outside = True
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """See the mini-batch before the model does."""
+        engine = self.engine
+        if module is not self.model:
+            return
+        engine.outside = False
+        if not torch.is_grad_enabled() or engine.probe is not None or torch.compiler.is_compiling():
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # each p.grad would ask the dispatcher
+            again = any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed)
+        if again:
+            self._harvest()  # a backward has run since the last forward: this is another mini-batch
+            for entry in self.armed:
+                entry.before = entry.param.grad
+                entry.param.grad = entry.companion.grad = None
+                entry.arrived, entry.fired, entry.done = 0, 0, False
+            self.forwards = 0
+        if any(module.training is not mode for module, mode in self.modes):
+            self._patch()
+        self.forwards += 1
+        division = engine.groups, engine.single
+        self._divide(self.batch_size or _batch_size(args, kwargs, engine.axis))
+        if self.forwards > 1 and (engine.single or (engine.groups, engine.single) != division):
+            engine.groups, engine.single = division
+            raise UnsupportedUse(
+                "the model was called twice before a backward, on mini-batches of other sizes or of one micro-batch; "
+                "call it once per backward, evaluate under torch.no_grad(), or open one_pass for each mini-batch"
+            )
+        for entry in self.armed:
+            entry.shared = None
+        if engine.single:
+            return
+        engine.into = False
+        if self.check and engine.sharded:
+            if not engine.compilable:
+                raise UnsupportedUse(
+                    "the check runs the model many times, which ranks of FSDP2 could only do in step; have it made "
+                    "before fully_shard, by one backward in one_pass on the plain model, or pass check=False"
+                )
+        elif self.check:
+            verify(engine, module, args, kwargs, additive=self.weights is None)
+            engine.outside = False  # the check has run forwards of its own
+        if self.check:
+            for entry in self.armed:
+                entry.shared = None
+                if entry.tied:
+                    engine.share(entry)
+        if self.forwards == 1:
+            engine.normed = {}
+        engine.into = self.into is not None
+
+    def _divide(self, batch: int) -> None:
+        engine = self.engine
+        micro = min(self.micro, batch)
+        n = batch % micro
+        if n and self.ragged == "refuse":
+            raise ValueError(
+                f"micro_batch_size={self.micro} does not divide the mini-batch of {batch} "
+                f"samples; drop the last "
+                f'{n}, or pass ragged="weight" to count them as {n}/{self.micro} of a micro-batch'
+            )
+        if (n or batch < self.micro) and self.reduction == "sum":
+            raise ValueError(
+                f"a ragged micro-batch ({batch} samples, micro_batch_size={self.micro}) has no "
+                f"sum comparable with "
+                'the others\'; use reduction="mean"'
+            )
+        c = None
+        kappa = -(-batch // micro)
+        if self.weights is not None or n:
+            device = self.armed[0].param.device if self.armed else None
+            if self.weights is None:
+                w = torch.ones(batch, dtype=torch.float64, device=device)
+            else:
+                if self.weights.shape[0] != batch:
+                    raise ValueError(f"weights has {self.weights.shape[0]} rows for a mini-batch of {batch} samples")
+                w = self.weights.detach().to(device, torch.float64).reshape(batch, -1).sum(1)
+            ids = torch.arange(batch, device=device) // micro
+            W = torch.zeros(kappa, dtype=torch.float64, device=device).index_add(0, ids, w)
+            # W/(κ W_k); a group of no weight has no gradient either.
+            c = torch.where(W > 0, W.sum() / (kappa * W), 0.0)
+        same = engine.groups.batch == batch and engine.groups.micro == micro and engine.groups.c is None
+        if c is not None or not same:
+            engine.groups = Groups(batch, micro, engine.axis, c)
+        engine.known, engine.single = True, kappa == 1
+        if Sink.open is not None:
+            Sink.open.kappa = batch / self.micro
+            Sink.open.scale = engine.groups.scale(self.reduction)
+
+    def _harvest(self) -> None:
+        """Hand over what the backward left."""
+        engine = self.engine
+        wrong = []
+        modules = {entry.module for entry in self.armed if entry.done}
+        if not modules and Sink.open is not None and Sink.open.passed:
+            raise UnsupportedUse(
+                "into= found no backward but torch.autograd.grad(...) or backward(inputs=...), which leave no way into "
+                "the optimizer; call loss.backward(), with the other parameters frozen (requires_grad_(False))"
+            )
+        for entry in self.armed:
+            if engine.into and entry.reached and not entry.done and entry.module in modules and entry.is_empty():
+                wrong.append(f"{entry.name}: no square, while others of its module have one: a compiled graph lost it")
+            if not entry.done and entry.is_empty():
+                continue  # no gradient, no square: the optimizer skips it
+            through = ", ".join(sorted(entry.operations)) or "an operation that torch does not show"
+            if not engine.known:
+                wrong.append(f"{entry.name}: a gradient without a forward of the model")
+                continue
+            if engine.single:
+                continue
+            # A compiled graph does not count what it delivers: count forwards and backwards.
+            times = entry.arrived or entry.fired * max(1, self.forwards)
+            if entry.companion.grad is None and not entry.done:
+                wrong.append(f"{entry.name}: a gradient without a square (by backward(inputs=...)? freeze the others)")
+            elif times == 0:
+                wrong.append(f"{entry.name}: a gradient without a square (through {through})")
+            elif times > 1:
+                wrong.append(
+                    f"{entry.name}: squared {times} times in parts, without their cross terms (through {through})"
+                )
+        if wrong:
+            raise UnsupportedUse(
+                "one_pass cannot square these parameters exactly:\n  "
+                + "\n  ".join(wrong)
+                + "\nA custom autograd.Function hides its parameters: write it with torch "
+                "operations. A parameter used by several forwards or several reentrant "
+                "checkpoints needs one forward, or use_reentrant=False, and check=True."
+            )
+        for entry in self.armed:
+            if entry.param.grad is not None and not entry.done:
+                self._put(entry)
+
+    def _put(self, entry: Entry) -> None:
+        engine = self.engine
+        groups = engine.groups
+        p = entry.param
+        grad, square = p.grad, entry.companion.grad
+        assert grad is not None
+        if entry.done:
+            raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
+        scale = (1.0, 1.0)
+        if engine.single:
+            square = grad.detach().to(entry.companion.dtype).square()
+        else:
+            assert square is not None
+            square, scale = entry.shaped(square), groups.scale(self.reduction)
+        p.grad = entry.before
+        entry.companion.grad = None
+        entry.done = True
+        pair.put(p, pair.Pair(grad, square, groups.batch / self.micro, scale), entry.taker)
+
+
+def _bind(into: InvariantAdam) -> None:
+    """Have the sink look for parameters that were unfrozen, and refuse those that another optimizer has taken over."""
+    from ..optimizer import InvariantAdam
+
+    if not isinstance(into, InvariantAdam):
+        raise TypeError(f"into= must be an InvariantAdam, got {type(into).__name__}")
+    into._bind()
+
+
+def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
+    sizes = [t.shape[axis] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis]
+    found = set(sizes) - {1} or set(sizes)
+    if len(found) != 1:
+        raise ValueError(
+            f"the model's inputs have sizes {sizes} in dimension {axis}, so the mini-batch cannot "
+            "be told from them; pass batch_size="
+        )
+    return int(found.pop())
