@@ -230,6 +230,22 @@ def test_parameters_that_no_longer_share_their_scalars_are_noticed(expect, end):
     torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=1e-12, atol=1e-12)
 
 
+def test_what_is_not_finite_in_a_replay_is_left_out_and_counted():
+    model, opt, update = make(torch.float64, 1, False)
+    update()
+    model.cs[0][0, 1, 2] = torch.inf
+    captured = Rehearsed(opt, update)
+    assert opt.nonfinite == 0  # a capture launches nothing
+    before = opt.state[model.ws[0]]["exp_avg"].clone()
+    captured()
+    assert opt.nonfinite == 1
+    state = opt.state[model.ws[0]]
+    assert torch.isfinite(state["exp_avg"]).all()
+    assert abs(state["exp_avg"][1, 2] / state["norm1"]) < abs(before[1, 2])
+    with pytest.warns(RuntimeWarning, match="1 gradient elements were not finite"):
+        opt.state_dict()
+
+
 def test_torchs_schedulers_see_replays():
     _, opt, update = make(torch.float64, 1, False)
     update()

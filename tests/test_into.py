@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -209,3 +210,28 @@ def test_parameters_of_another_optimizer_and_of_another_context():
     assert newer.kappa == 0
     with pytest.raises(TypeError, match="AdamW"):
         ia.one_pass(model, 2, into=torch.optim.AdamW(model.parameters())).__enter__()
+
+
+def test_what_is_not_finite_never_reaches_the_moments():
+    """An infinite sample: left out, counted and told as by the pair's way."""
+    results = []
+    for into in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(DEVICE, torch.float64)
+        opt = ia.InvariantAdam(model.parameters(), lr=0.01, micro_batch_size=2)
+        for bad in (False, True, False):
+            x = torch.randn(6, 3, dtype=torch.float64, device=DEVICE)
+            with ia.one_pass(model, 2, **({"into": opt} if into else {})):
+                weight = torch.ones(6, 1, dtype=torch.float64, device=DEVICE)
+                weight[3] = torch.inf if bad else 1.0
+                (model(x).square() * weight).mean().backward()
+            told = pytest.warns(RuntimeWarning, match="not finite") if bad and DEVICE == "cpu" else nullcontext()
+            with told:
+                opt.step()
+        assert all(
+            torch.isfinite(t).all() for state in opt.state.values() for t in (state["exp_avg"], state["exp_avg_sq"])
+        )
+        results.append((opt.nonfinite, [p.detach() for p in model.parameters()]))
+    assert results[0][0] == results[1][0] > 0
+    for pair, direct in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(pair, direct, rtol=1e-12, atol=0)
