@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_square_triton import _multiprocessors
-from .launch import cdiv, next_power_of_2
+from .launch import Launch, cdiv, next_power_of_2
 from .ops import operator
 
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile
@@ -194,38 +194,46 @@ def _input_gradient(G, X, DX, mean, rstd, w, sums, C, R, CHUNK, BR: tl.constexpr
         tl.store(DX + at, (g - a[None, :] - hat * e[None, :]) * scale[None, :], mask=inside)
 
 
-class Plan(NamedTuple):
-    """How the rows of an input are divided among blocks."""
+class Plan:
+    """How κ groups of rows of some channels are divided among blocks, and the kernels started so.
 
-    rows: int  # per group
-    channels: int
-    chunk: int  # rows
-    chunks: int  # per group
-    bc: int
-    blocks: int
+    About eight blocks for each multiprocessor, of four tiles at least.
+    """
+
+    def __init__(self, rows: int, channels: int, kappa: int, device: torch.device) -> None:
+        self.rows, self.channels = rows, channels  # rows per group
+        bc = min(CHANNELS, next_power_of_2(channels))
+        columns = cdiv(channels, bc)
+        wanted = cdiv(8 * _multiprocessors(device), columns * kappa)
+        chunk = cdiv(rows, max(1, min(wanted, CHUNKS, rows // (4 * ROWS))))  # rows
+        self.chunks = chunks = cdiv(rows, chunk)  # per group
+        self.blocks = columns * chunks * kappa
+        self.tile = {"C": channels, "R": rows, "CHUNK": chunk, "BR": ROWS, "BC": bc, "num_warps": WARPS}
+        # The tile of a finishing kernel: chunks × groups × channels.
+        last = {"C": channels, "KAPPA": kappa, "CHUNKS": chunks, "CH": next_power_of_2(chunks), "KB": 8, "BC": 16}
+        grid = (cdiv(channels, 16),)
+        self.sum_statistics = self.launch(_sum_statistics)
+        self.finish_statistics = Launch(_finish_statistics, grid, **last, R=rows, num_warps=4)
+        self.normalise = self.launch(_normalise)
+        self.sum_gradients = self.launch(_sum_gradients)
+        self.finish_gradients = Launch(_finish_gradients, grid, **last, num_warps=4)
+        self.input_gradient = self.launch(_input_gradient)
+
+    def launch(self, kernel: Any) -> Launch:
+        """A kernel over chunks of rows."""
+        return Launch(kernel, (self.blocks,), **self.tile)
 
 
 @lru_cache(maxsize=1024)
 def plan(channels: int, numel: int, kappa: int, device: torch.device) -> Plan:
-    """About eight blocks for each multiprocessor, of four tiles at least, for κ groups of `numel` numbers in all."""
-    rows = numel // (kappa * channels)
-    bc = min(CHANNELS, next_power_of_2(channels))
-    columns = cdiv(channels, bc)
-    wanted = cdiv(8 * _multiprocessors(device), columns * kappa)
-    chunk = cdiv(rows, max(1, min(wanted, CHUNKS, rows // (4 * ROWS))))
-    chunks = cdiv(rows, chunk)
-    return Plan(rows, channels, chunk, chunks, bc, columns * chunks * kappa)
+    """The plan for κ groups of `numel` numbers in all."""
+    return Plan(numel // (kappa * channels), channels, kappa, device)
 
 
 def serves(x: Tensor, kappa: int) -> bool:
     """Whether the kernels take this input: channels last in memory, at most 32 bits a number."""
     floats = (torch.bfloat16, torch.float16, torch.float32)
     return x.dtype in floats and 0 < x.numel() < kappa << 31 and x.movedim(1, -1).is_contiguous()
-
-
-def _finish(p: Plan) -> dict[str, int]:
-    """The tile of a finishing kernel: chunks × groups × channels."""
-    return {"CH": next_power_of_2(p.chunks), "KB": 8, "BC": 16, "num_warps": 4}
 
 
 def statistics(
@@ -241,24 +249,20 @@ def statistics(
     """μ and r (κ, C) in float32, and the running statistics updated in place: see `batch_norm.statistics`."""
     p = plan(x.shape[1], x.numel(), kappa, x.device)
     partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
-    mean, rstd = (torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device) for _ in range(2))
-    shape = {"BR": ROWS, "BC": p.bc, "num_warps": WARPS}
-    _sum_statistics[(p.blocks,)](x, partial, p.channels, p.rows, p.chunk, **shape)
-    _finish_statistics[(cdiv(p.channels, 16),)](
-        x, partial, mean, rstd, running_mean, running_var, p.channels, p.rows, kappa, p.chunks,
-        float(eps), float(keep), float(gain), math.log2(ratio) if ratio > 0 else -1e30, p.rows / max(p.rows - 1, 1),
-        **_finish(p),
+    mean = torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    p.sum_statistics(x, partial)
+    p.finish_statistics(
+        x, partial, mean, rstd, running_mean, running_var, float(eps), float(keep), float(gain),
+        math.log2(ratio) if ratio > 0 else -1e30, p.rows / max(p.rows - 1, 1),
     )  # fmt: skip
     return mean, rstd
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """y, like x."""
-    p = plan(x.shape[1], x.numel(), mean.shape[0], x.device)
     y = torch.empty_like(x)
-    _normalise[(p.blocks,)](
-        x, y, mean, rstd, w, b, p.channels, p.rows, p.chunk, BR=ROWS, BC=p.bc, num_warps=WARPS
-    )  # fmt: skip
+    plan(x.shape[1], x.numel(), mean.shape[0], x.device).normalise(x, y, mean, rstd, w, b)
     return y
 
 
@@ -274,12 +278,9 @@ def backward(
     sums = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=x.device)
     pairs = torch.empty(4, p.channels, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
-    shape = {"BR": ROWS, "BC": p.bc, "num_warps": WARPS}
-    _sum_gradients[(p.blocks,)](g, x, partial, mean, rstd, p.channels, p.rows, p.chunk, **shape)
-    _finish_gradients[(cdiv(p.channels, 16),)](
-        partial, c, sums, pairs, p.channels, kappa, p.chunks, **_finish(p)
-    )  # fmt: skip
-    _input_gradient[(p.blocks,)](g, x, dx, mean, rstd, w, sums, p.channels, p.rows, p.chunk, **shape)
+    p.sum_gradients(g, x, partial, mean, rstd)
+    p.finish_gradients(partial, c, sums, pairs)
+    p.input_gradient(g, x, dx, mean, rstd, w, sums)
     return dx, sums, pairs
 
 

@@ -23,12 +23,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tuning
 from .adam import Target
 from .adam_triton import LIMIT
-from .launch import cdiv
+from .launch import Launch, Tiles, cdiv
 from .ops import operator
 
 
@@ -162,36 +161,41 @@ def gemm_square(
     kappa, rows, m = G.shape
     n, device = X.shape[2], G.device
     shape = (kappa, rows, m, n, G.dtype, device)
-    launch = _launches.get(shape) if config is None else None
-    if launch is None:
-        launch = plan(*shape, config or _best(G, X, c))
+    p = _plans.get(shape) if config is None else None
+    if p is None:
+        p = plan(*shape, config or _best(G, X, c))
         if config is None:
-            _launches[shape] = launch
-    cut, bm, bn, bk = launch.cut, launch.config.bm, launch.config.bn, launch.config.bk
+            _plans[shape] = p
     partial = arrived = table = None
-    if cut is not None:
-        table = cut.table
-        partial = torch.empty(cut.partials, 2, bm, bn, device=device)
-        arrived = torch.zeros(launch.tiles, dtype=torch.int32, device=device)
+    if p.cut is not None:
+        table = p.cut.table
+        partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=device)
+        arrived = torch.zeros(p.tiles, dtype=torch.int32, device=device)
     if into is None:
         D, S = (torch.empty(m, n, dtype=torch.float32, device=device) for _ in range(2))
         fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
     else:
         D, S = into.exp_avg, into.exp_avg_sq
         fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
-    aligned = launch.aligned and G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
-    operands: list[Any] = [G, X]
+    aligned = p.aligned and G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
+    how = {
+        "HAS_C": c is not None, "DESCRIPTORS": aligned, "CUT": p.cut is not None, "INTO": into is not None,
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+    }  # fmt: skip
+    key = tuple(how.values())
+    launch = p.launches.get(key)
+    if launch is None:
+        launch = p.launches[key] = Launch(_gemm_square, p.grid, **p.fixed, **how)
+    operands: tuple[Any, Any] = (G, X)
     if aligned:
-        operands = [TensorDescriptor.from_tensor(t, [1, bk, b]) for t, b in ((G, bm), (X, bn))]
-    _gemm_square[launch.grid](
-        *operands, c, D, S, table, partial, arrived, m, n, rows, kappa, *fold, **launch.constants,
-        HAS_C=c is not None, DESCRIPTORS=aligned, CUT=cut is not None, INTO=into is not None,
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-    )  # fmt: skip
+        if not p.tiles_of:
+            p.tiles_of.extend([Tiles(G, [1, p.config.bk, p.config.bm]), Tiles(X, [1, p.config.bk, p.config.bn])])
+        operands = p.tiles_of[0].of(G), p.tiles_of[1].of(X)
+    launch(*operands, c, D, S, table, partial, arrived, *fold)
     return D, S
 
 
-class Launch(NamedTuple):
+class Plan(NamedTuple):
     """What a shape and a configuration fix of a launch."""
 
     config: Config
@@ -199,22 +203,26 @@ class Launch(NamedTuple):
     cut: Cut | None
     grid: tuple[int]
     aligned: bool  # whether the hardware's tile loads (Hopper on) take its rows, of 16 bytes; others go by address
-    constants: dict[str, int]
+    fixed: dict[str, int]  # arguments of the kernel
+    launches: dict[tuple[Any, ...], Launch]  # by the constants that the shape does not fix
+    tiles_of: list[Tiles]  # of G and X
 
 
-# (κ, R, o, i, dtype, device) -> its launch with the best configuration: what a layer asks for in every update.
-_launches: dict[tuple[Any, ...], Launch] = {}
+# (κ, R, o, i, dtype, device) -> its plan with the best configuration: what a layer asks for in every update.
+_plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torch.device, config: Config) -> Launch:
+def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torch.device, config: Config) -> Plan:
     """How κ groups of R rows, (R, m) and (R, n), are launched with a configuration."""
     bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
     tiles = cdiv(m, bm) * cdiv(n, bn)
     cut = _cut(tiles, kappa, rows, device) if config.split else None
     aligned = _has_tile_loads(device) and m * size % 16 == 0 and n * size % 16 == 0
-    stages = _stages(device, (bm + bn) * bk * size, config.stages)
-    constants = {"BM": bm, "BN": bn, "BK": bk, "BAND": config.band, "num_warps": config.warps, "num_stages": stages}
-    return Launch(config, tiles, cut, (tiles if cut is None else cut.blocks,), aligned, constants)
+    fixed = {
+        "M": m, "N": n, "R": rows, "KAPPA": kappa, "BM": bm, "BN": bn, "BK": bk, "BAND": config.band,
+        "num_warps": config.warps, "num_stages": _stages(device, (bm + bn) * bk * size, config.stages),
+    }  # fmt: skip
+    return Plan(config, tiles, cut, (tiles if cut is None else cut.blocks,), aligned, fixed, {}, [])
 
 
 def _best(G: Tensor, X: Tensor, c: Tensor | None) -> Config:

@@ -1,10 +1,113 @@
-"""Arithmetic of launches on the host: Triton's own functions of these names serve kernels too, and take 5 µs a call."""
+"""Launches that cost the host little: the kernels of a layer run for microseconds, and so must what starts them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+# The versions whose compiled kernels are started as `Launch` does it; with others Triton starts them itself.
+DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
+
+
+class Launch:
+    """A kernel with its grid and all arguments but pointers and floats; a call gives those, in order, and starts it.
+
+    From all arguments of a launch Triton works out which compiled code they need (types, numbers that are 1 or
+    multiples of 16, aligned addresses, constants), every time, which takes longer than small kernels run. Here it does
+    so when the first launch of its kind comes. The kind is all that may differ between two calls: the device, and of
+    each argument its dtype and whether its address is a multiple of 16, or that it is a float, or its value.
+
+    Args:
+        kernel: a function made by `triton.jit`.
+        grid: blocks, in up to three dimensions.
+        fixed: arguments by name, constants, and options such as `num_warps`.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **fixed: Any) -> None:
+        self.kernel, self.grid, self.fixed = kernel, grid, fixed
+        names = kernel.arg_names
+        self.given = [name for name in names if name not in fixed]
+        self.places = [names.index(name) for name in self.given]
+        self.values = [fixed.get(name) for name in names]
+        self.blocks = (*grid, 1, 1)[:3]
+        self.direct = DIRECT and isinstance(kernel, JITFunction)  # not where it is interpreted
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, *args: Any) -> None:
+        """Start the kernel on the stream that is current."""
+        if not self.direct or _watched():
+            self._by_triton(args)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key, values = kind(args)
+        key.append(device)
+        known = tuple(key)
+        found = self.compiled.get(known)
+        if found is None:
+            self.compiled[known] = self._by_triton(args)
+            return
+        every = self.values.copy()
+        for place, value in zip(self.places, values, strict=True):
+            every[place] = value
+        stream = active.get_current_stream(device)
+        found.run(*self.blocks, stream, found.function, found.packed_metadata, None, None, None, *every)
+
+    def _by_triton(self, args: tuple[Any, ...]) -> Any:
+        return self.kernel[self.grid](**dict(zip(self.given, args, strict=True)), **self.fixed)
+
+
+def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """What Triton compiles by of some arguments, or more; and the arguments, addresses in place of tensors."""
+    key: list[Any] = []
+    values: list[Any] = []
+    for a in args:
+        if isinstance(a, Tensor):
+            address = a.data_ptr()
+            key.append((a.dtype,) if address & 15 else a.dtype)
+            values.append(address)
+        else:
+            if a is None or type(a) is float:
+                key.append(type(a))
+            elif hasattr(a, "block_shape"):
+                key.append((a.base.dtype, *a.block_shape))
+            else:
+                key.append((type(a), a))
+            values.append(a)
+    return key, values
+
+
+def _watched() -> bool:
+    """Whether someone, a profiler perhaps, has Triton call them at launches."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+class Tiles:
+    """How the hardware's tile loads see tensors of one shape and one place in memory.
+
+    Args:
+        tensor: one of them, its address a multiple of 16.
+        block: the shape of a tile.
+    """
+
+    def __init__(self, tensor: Tensor, block: list[int]) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        self.kind, self.fields = TensorDescriptor, vars(TensorDescriptor.from_tensor(tensor, block)) | {"base": None}
+
+    def of(self, tensor: Tensor) -> Any:
+        """The descriptor of one of them, whose own shape does not matter: it gives the address."""
+        descriptor = object.__new__(self.kind)  # all that its __init__ would check has been checked
+        descriptor.__dict__.update(self.fields, base=tensor)
+        return descriptor
+
 
 def cdiv(a: int, b: int) -> int:
-    """⌈a/b⌉.
+    """⌈a/b⌉, for the host: Triton's own serves kernels too, and takes 5 µs a call.
 
     >>> cdiv(7, 3), cdiv(6, 3)
     (3, 2)

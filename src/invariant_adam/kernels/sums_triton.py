@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch_norm_triton import ROWS, WARPS, _finish, _finish_gradients, _spot, plan
-from .launch import cdiv
+from .batch_norm_triton import Plan, _spot, plan
+from .launch import Launch
 
 
 @triton.jit
@@ -45,19 +47,20 @@ def norm_sums(
 ) -> tuple[Tensor, Tensor]:
     """e and a (κ, 2, C) and their pairs (4, C), in float32: see `sums.norm_sums`."""
     kappa = G.shape[0]
-    p = plan(G.shape[2], G.numel(), kappa, G.device)
+    p, sum_rows = _plan(G.shape[2], G.numel(), kappa, G.device)
     partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=G.device)
     each = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=G.device)
     pairs = torch.empty(4, p.channels, dtype=torch.float32, device=G.device)
     mean, rstd = (None if t is None else t.contiguous() for t in (mean, rstd))
-    _sum_rows[(p.blocks,)](
-        G, X, mean, rstd, partial, p.channels, p.rows, p.chunk, BR=ROWS, BC=p.bc, num_warps=WARPS
-    )  # fmt: skip
-    c = None if c is None else c.to(torch.float32)
-    _finish_gradients[(cdiv(p.channels, 16),)](
-        partial, c, each, pairs, p.channels, kappa, p.chunks, **_finish(p)
-    )  # fmt: skip
+    sum_rows(G, X, mean, rstd, partial)
+    p.finish_gradients(partial, None if c is None else c.to(torch.float32), each, pairs)
     return each, pairs
+
+
+@lru_cache(maxsize=1024)
+def _plan(channels: int, numel: int, kappa: int, device: torch.device) -> tuple[Plan, Launch]:
+    p = plan(channels, numel, kappa, device)
+    return p, p.launch(_sum_rows)
 
 
 def row_sums(G: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
