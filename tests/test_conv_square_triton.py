@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ from torch import nn
 
 import invariant_adam as ia
 from invariant_adam.kernels import conv_square as kernels
+from invariant_adam.kernels import tuning
 from invariant_adam.kernels.adam import Target
 from invariant_adam.kernels.conv_square import Geometry, conv_backward
 
 twin = pytest.importorskip("invariant_adam.kernels.conv_square_triton")
+ways = pytest.importorskip("invariant_adam.kernels.conv_ways")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -73,23 +78,123 @@ GEOMETRIES = [
     geometry((24, 4, 3, 3), (1, 1), (1, 1), (2, 2), groups=3),
     geometry((9, 1, 3, 3), (2, 2), groups=9, channels_last=True),
     geometry((12, 1, 3, 5), (1, 2), (2, 1), groups=6),
+    geometry((20, 24, 1, 1), padding=(0, 0), channels_last=True),
+    geometry((8, 3, 7, 7), (2, 2), (3, 3), channels_last=True),
+    geometry((10, 2, 3, 4), (1, 3), (1, 2), (2, 1)),
+    geometry((6, 1, 2, 3), (1, 4), (0, 0)),
 ]
+
+
+def first_of_each_way(G, X, geo):
+    """The ways of a convolution, each with its first configuration."""
+    found = {}
+    for config in ways.candidates(G, X, geo):
+        found.setdefault(config.way, config)
+    return found
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("geo", GEOMETRIES, ids=lambda g: "-".join(map(str, g.weight)))
 @pytest.mark.parametrize(("weighted", "size"), [(False, (9, 7)), (True, (6, 8))])
 def test_gradient_and_square(monkeypatch, geo, weighted, size, dtype):
+    """Every way there is."""
     kappa = 3
     G, X = operands(geo, kappa, 2, size, dtype, channels_last=not weighted)
     c = torch.rand(kappa, dtype=torch.float64).to(DEVICE) if weighted else None
+    want = expected(G, X, geo, c)
     plain = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: plain(*a, **k).fill_(torch.nan))  # what is not written shows
-    D, S = twin.conv_square(G, X, geo, c)
-    monkeypatch.undo()
-    assert D.dtype == S.dtype == torch.float32
-    assert D.is_contiguous(memory_format=torch.channels_last if geo.channels_last else torch.contiguous_format)
-    assert close((D, S), expected(G, X, geo, c), TOLERANCE[dtype])
+    for way, config in first_of_each_way(G, X, geo).items():
+        monkeypatch.setattr(
+            torch, "empty", lambda *a, **k: plain(*a, **k).fill_(torch.nan)
+        )  # what is not written shows
+        D, S = ways.conv_square(G, X, geo, c, config=config)
+        monkeypatch.undo()
+        assert D.dtype == S.dtype == torch.float32
+        assert D.is_contiguous(memory_format=torch.channels_last if geo.channels_last else torch.contiguous_format)
+        assert close((D, S), want, TOLERANCE[dtype]), way
+
+
+def test_which_ways_there_are():
+    def names(geo, size=(9, 7), dtype=torch.float16):
+        return list(first_of_each_way(*operands(geo, 3, 2, size, dtype), geo))
+
+    assert names(geometry((8, 16, 1, 1), padding=(0, 0))) == ["product", "unfold", "library"]
+    assert names(geometry((8, 16, 1, 1), (2, 2), (0, 0))) == ["implicit", "unfold", "product", "library"]
+    assert names(geometry((8, 3, 7, 7), (2, 2), (3, 3))) == ["packed", "implicit", "unfold", "library"]
+    assert names(geometry((72, 64, 3, 3))) == ["implicit", "library"]
+    assert names(geometry((24, 4, 3, 3), groups=3)) == ["implicit", "library"]
+    assert names(geometry((9, 1, 3, 3), groups=9)) == ["implicit", "library"]
+
+
+def test_no_way_is_coarser_than_convolutions_may_be():
+    """Products of matrices have a switch of their own for tf32."""
+    geo = geometry((8, 16, 1, 1), padding=(0, 0))
+    G, X = operands(geo, 3, 2, (9, 7))
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert "product" not in first_of_each_way(G, X, geo)
+        torch.backends.cudnn.allow_tf32 = True
+        assert "product" in first_of_each_way(G, X, geo)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the library is not always the fastest there")
+def test_the_fastest_way_is_found_and_kept(monkeypatch, tmp_path):
+    """By the clock, over the interpreter: nothing is faster than the library."""
+    monkeypatch.setenv("INVARIANT_ADAM_CACHE", str(tmp_path))
+    monkeypatch.setenv("INVARIANT_ADAM_TUNE", "1")
+
+    def seconds(function):
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+    monkeypatch.setattr(ways.tuning, "best", partial(tuning.best, timer=seconds))
+    ran = []
+    monkeypatch.setattr(ways, "WAYS", {n: lambda t, n=n, w=w: ran.append(n) or w(t) for n, w in ways.WAYS.items()})
+    geo = geometry((6, 3, 3, 3))
+    G, X = operands(geo, 2, 2, (9, 7))
+    for again in range(3):
+        if again == 2:  # as a new process, that does not tune
+            monkeypatch.delenv("INVARIANT_ADAM_TUNE")
+            ways._configs.clear()
+            tuning._load.cache_clear()
+        assert close(ways.conv_square(G, X, geo), expected(G, X, geo), 1e-5)
+        assert set(ran) == ({"library"} if again else {"packed", "implicit", "unfold", "library"})
+        ran.clear()
+    (file,) = tmp_path.iterdir()
+    ((config,),) = (kept.values() for kept in json.loads(file.read_text()).values())
+    assert "library" in config
+    ways._configs.clear()
+    tuning._load.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("geo", GEOMETRIES, ids=lambda g: "-".join(map(str, g.weight)))
+def test_every_way_is_captured(monkeypatch, tmp_path, geo):
+    """A graph's replays see new operands; a shape that is new in a capture is not measured there."""
+    monkeypatch.setenv("INVARIANT_ADAM_CACHE", str(tmp_path))
+    tuning._load.cache_clear()
+    ways._configs.clear()
+    G, X = operands(geo, 3, 2, (9, 7))
+    c = torch.rand(3).to(DEVICE)
+    for way, config in first_of_each_way(G, X, geo).items():
+        ways.conv_square(G, X, geo, c, config=config)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), monkeypatch.context() as patch:
+            patch.setenv("INVARIANT_ADAM_TUNE", "1")
+            made = ways.conv_square(G, X, geo, c, config=config)
+            ways.best(G, X, geo, c)
+        for t in (G, X):
+            t.normal_()
+        graph.replay()
+        assert close(made, expected(G, X, geo, c), 1e-5), way
+    ways._configs.clear()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu
@@ -100,7 +205,7 @@ def test_tf32_by_the_switch_of_convolutions():
     G, X = operands(geo, 4, 8, (16, 16))
     with torch.backends.cudnn.flags(allow_tf32=False):
         want = expected(G, X, geo)
-    assert close(twin.conv_square(G, X, geo), want, 1e-3)
+    assert close(ways.conv_square(G, X, geo), want, 1e-3)
 
 
 @pytest.mark.gpu
@@ -113,8 +218,8 @@ def test_every_candidate_is_right(out, inner, stride):
     geo = geometry((out, inner, 3, 3), (stride, stride))
     G, X = operands(geo, 4, 25, (16, 16), torch.bfloat16)
     want = expected(G, X, geo)
-    for config in twin.candidates(geo, (25, *G.shape[3:]), G.dtype):
-        assert close(twin.conv_square(G, X, geo, config=config), want, 1e-2), config
+    for config in ways.candidates(G, X, geo):
+        assert close(ways.conv_square(G, X, geo, config=config), want, 1e-2), config
 
 
 @pytest.mark.parametrize(
@@ -140,16 +245,17 @@ def test_boxes_of_the_image(bk, images, size, kernel, stride, padding, dilation)
     config = twin.Config(64, 16, bk, 4, 3)
     want = expected(G, X, geo)
     for pieces in (0, 2):
-        assert close(twin.conv_square(G, X, geo, config=config._replace(pieces=pieces)), want, 1e-2), pieces
+        assert close(ways.conv_square(G, X, geo, config=config._replace(pieces=pieces)), want, 1e-2), pieces
 
 
-@pytest.mark.parametrize("pieces", [2, 3, 5])
-def test_pieces_add_up_to_the_whole_tile(pieces):
+@pytest.mark.parametrize(("pieces", "weighted"), [(2, False), (3, True), (5, False), (10, True), (15, False)])
+def test_pieces_add_up_to_the_whole_tile(pieces, weighted):
     geo = geometry((40, 20, 3, 3))
-    G, X = operands(geo, 5, 1, (5, 5))
-    config = twin.choose(geo, (1, 5, 5), G.dtype)._replace(pieces=pieces)
-    first, again = (twin.conv_square(G, X, geo, config=config) for _ in range(2))
-    assert close(first, expected(G, X, geo), 1e-5)
+    G, X = operands(geo, 5, 3, (5, 5))
+    c = torch.rand(5).to(DEVICE) if weighted else None
+    config = ways.tiles(geo, (3, 5, 5), G.dtype)[0]._replace(pieces=pieces, bk=16)
+    first, again = (ways.conv_square(G, X, geo, c, config=config) for _ in range(2))
+    assert close(first, expected(G, X, geo, c), 1e-5)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -157,16 +263,17 @@ def test_pieces_add_up_to_the_whole_tile(pieces):
     st.integers(1, 500), st.integers(1, 64), st.integers(1, 30000), st.sampled_from([(64, 64), (64, 128), (128, 128)])
 )
 def test_a_division_covers_all_groups(tiles, kappa, rows, shape):
-    whole, size = twin.divide(tiles, kappa, rows, twin.Config(*shape), 132)
+    whole, size, parts = twin.divide(tiles, kappa, rows, twin.Config(*shape), 132)
     assert 0 <= whole <= tiles
     assert 1 <= size <= kappa
     assert (whole == tiles) == (size == kappa)
+    assert (parts > 0) == (whole == 0 and size == 1 and kappa > 1)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize(("way", "pieces"), [("implicit", 1), ("implicit", 2), ("implicit", 8), ("unfold", 0)])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_folds_into_moments(pieces, channels_last):
-    geo = geometry((20, 8, 3, 3))
+def test_folds_into_moments(way, pieces, channels_last):
+    geo = geometry((20, 8, 3, 3), channels_last=channels_last)
     G, X = operands(geo, 4, 2, (6, 6))
     X[2, 0, 3] = torch.nan  # a channel of the gradient: left out of both moments, and counted
     format = torch.channels_last if channels_last else torch.contiguous_format
@@ -176,24 +283,39 @@ def test_folds_into_moments(pieces, channels_last):
         a * old.double() + b * torch.nan_to_num(new, nan=0.0)
         for a, b, old, new in zip(keep, gain, (m, v), expected(G, X, geo), strict=True)
     ]
-    config = twin.choose(geo, (2, 6, 6), G.dtype)._replace(pieces=pieces)
-    twin.conv_square(G, X, geo, into=Target(m, v, keep, gain, count), config=config)
+    config = first_of_each_way(G, X, geo)[way]._replace(pieces=pieces)
+    assert ways.folds(config, G, geo, m)
+    ways.conv_square(G, X, geo, into=Target(m, v, keep, gain, count), config=config)
     assert close((m, v), want, 1e-5)
     assert count.item() == 20 * 9
 
 
 @pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
-@pytest.mark.parametrize("compiled", [False, True])
-def test_in_one_pass(monkeypatch, compiled):
-    """The kernels in a network, their pairs left and folded as they are made, against the loop."""
-    monkeypatch.setattr(kernels, "fused", twin)
-    monkeypatch.setattr(kernels, "takes_fused", lambda G, X, geo: G.shape[0] > 1 and twin.serves(G, X, geo))
+@pytest.mark.parametrize(
+    ("compiled", "way"), [(False, None), (True, None), (False, "library"), (True, "library"), (False, "unfold")]
+)
+def test_in_one_pass(monkeypatch, compiled, way):
+    """Each way in a network, the pairs left and folded as they are made, against the loop."""
+    monkeypatch.setattr(kernels, "fused", ways)
+    monkeypatch.setattr(kernels, "takes_fused", lambda G, X, geo: G.shape[0] > 1 and ways.serves(G, X, geo))
+    if way is not None:
+
+        def this_one(G, X, geo, c):
+            first, *others = ways.candidates(G, X, geo)
+            return next((config for config in others if config.way == way), first)
+
+        monkeypatch.setattr(ways, "best", this_one)
     folded = []
-    plain = twin.conv_square
-    monkeypatch.setattr(twin, "conv_square", lambda *a, **k: folded.append(k.get("into")) or plain(*a, **k))
+    plain = ways.conv_square
+    monkeypatch.setattr(ways, "conv_square", lambda *a, **k: folded.append(k.get("into")) or plain(*a, **k))
     torch.manual_seed(0)
     first = nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 6, 1), nn.Flatten(1)
+        nn.Conv2d(3, 8, 3, 2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Conv2d(8, 12, 2, groups=2),
+        nn.Conv2d(12, 6, 1),
+        nn.Flatten(1),
     )
     first = first.to(DEVICE).to(memory_format=torch.channels_last)
     models = [first, copy.deepcopy(first), copy.deepcopy(first)]
@@ -209,7 +331,7 @@ def test_in_one_pass(monkeypatch, compiled):
                 models[2](part).square().mean().backward()
         for opt in opts:
             opt.step()
-    assert any(into is not None for into in folded)
+    assert any(into is not None for into in folded) == (way != "library")
     for other, opt in zip(models[:2], opts, strict=False):
         for p, q in zip(other.parameters(), models[2].parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

@@ -13,12 +13,12 @@ what is outside. For a stride of s, X is seen as (images, H/s, s, W/s, s·I): wh
 rows are gathered by address.
 
 Tiles rarely fill the chip evenly. Those of the last round are cut into pieces of their groups (`divide`), whose sums
-go through a workspace and are added up in order by a second, small kernel: the same result every time.
+go through a workspace and are added up in order by a second, small kernel: the same result every time. Where tiles and
+groups together are too few for the chip, groups are taken apart, too; the second kernel then makes the squares.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,19 +28,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import tuning
 from .adam import Target
 from .adam_triton import LIMIT
 from .conv_square import Geometry
 from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _round_tf32, _stages
 from .launch import cdiv, next_power_of_2
-from .ops import operator
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Config(NamedTuple):
-    """A way to run the kernel."""
+    """A way to a convolution's pair, and how its kernel runs."""
 
     bm: int = 128  # output channels
     bn: int = 128  # input channels, or columns of taps × input channels
@@ -49,6 +45,7 @@ class Config(NamedTuple):
     stages: int = 3
     boxes: bool = True  # whether inputs are loaded as boxes, where they can be
     pieces: int = 0  # into how many the tiles of the last round are cut; 0: as `divide` says
+    way: str = "implicit"  # see `conv_ways`
 
 
 @triton.jit
@@ -65,9 +62,8 @@ def _place(tile, CO, CI: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BN:
 
 
 @triton.jit
-def _columns(n, tap, CI: tl.constexpr, TAPS: tl.constexpr, BN: tl.constexpr, FLAT: tl.constexpr):
-    """The taps and input channels of a tile's columns, and which of them there are."""
-    rn = n + tl.arange(0, BN)
+def _columns(rn, tap, CI: tl.constexpr, TAPS: tl.constexpr, FLAT: tl.constexpr):
+    """The taps and input channels of columns, and which of them there are."""
     if FLAT:
         return rn // CI, rn % CI, rn < TAPS * CI
     return tap + tl.zeros_like(rn), rn, rn < CI
@@ -75,30 +71,37 @@ def _columns(n, tap, CI: tl.constexpr, TAPS: tl.constexpr, BN: tl.constexpr, FLA
 
 @triton.jit
 def _conv_square(
-    G, X, C, D, S, partial, CO, R, KAPPA, IMAGES, STEPS, GW, XW, whole, rest, size, s0, s1, s2, s3,
+    G, X, C, D, S, partial, CO, R, KAPPA, IMAGES, STEPS, GW, whole, rest, size, parts, s0, s1, s2, s3,
     slots, count, keep1, keep2, gain1, gain2, limit,
-    CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    CI: tl.constexpr, XW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
     SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BI: tl.constexpr, BY: tl.constexpr, BX: tl.constexpr,
     FLAT: tl.constexpr, HAS_C: tl.constexpr, DESCRIPTORS: tl.constexpr, BOXES: tl.constexpr, STRIPS: tl.constexpr,
-    PRECISION: tl.constexpr, INTO: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """G is (κ, R, GW), X is (κ, IMAGES, H, W, XW), by descriptor or address; CO and CI channels per channel group."""
     pid = tl.program_id(0)
-    tile, piece, first, last = pid, 0, 0, KAPPA
-    if pid >= whole:
+    tile, piece, first, last, begin, end = pid, 0, 0, KAPPA, 0, STEPS
+    if SPLIT:  # a block has a part of one group's rows, and leaves its product
+        tile, piece = pid % rest, pid // rest
+        first = piece // parts
+        last = first + 1
+        begin = piece % parts * size
+        end = tl.minimum(begin + size, STEPS)
+    elif pid >= whole:
         tile = whole + (pid - whole) % rest
         piece = (pid - whole) // rest
         first = piece * size
         last = tl.minimum(first + size, KAPPA)
     j, m, n, tap = _place(tile, CO, CI, KH * KW, BM, BN, FLAT)
-    taps, channels, exists = _columns(n, tap, CI, KH * KW, BN, FLAT)
-    rm, rk = m + tl.arange(0, BM), tl.arange(0, BK)
     across = tl.arange(0, BN)
+    taps, channels, exists = _columns(n + across, tap, CI, KH * KW, FLAT)
+    rm, rk = m + tl.arange(0, BM), tl.arange(0, BK)
     if FLAT:
         down, right = taps // KW * DY - PY, taps % KW * DX - PX
         shift = (down * W + right) * XW + j * CI + channels
+        down = tl.where(exists, down, 1 << 29)  # outside of every image
     else:
         dy, dx = tap // KW * DY - PY, tap % KW * DX - PX
         shift = (dy * W + dx) * XW + j * CI + n + across
@@ -109,7 +112,7 @@ def _conv_square(
     squares = tl.zeros((BM, BN), tl.float32)
     for k in tl.range(first, last, flatten=True):
         product = tl.zeros((BM, BN), tl.float32)
-        for step in tl.range(0, STEPS):
+        for step in tl.range(begin, end):
             rows = step * BK + rk
             if BOXES:  # outside of the image are zeros; past the group's end, where G has them, whatever follows
                 x0 = step % tl.cdiv(WO, BX) * BX
@@ -117,7 +120,7 @@ def _conv_square(
                 i0 = step // (tl.cdiv(WO, BX) * tl.cdiv(HO, BY)) * BI
                 v = X.load([k * IMAGES + i0, y0 + sy, oy, x0 + sx, ox * XW + j * CI + n]).reshape(BK, BN)
             if STRIPS:
-                g = G.load([k, i0, y0, x0, j * CO + m]).reshape(BK, BM)
+                g = G.load([(k * IMAGES + i0) * HO + y0, x0, j * CO + m]).reshape(BK, BM)
             elif DESCRIPTORS:
                 g = G.load([k, step * BK, j * CO + m]).reshape(BK, BM)
             else:
@@ -128,25 +131,37 @@ def _conv_square(
                 y, x = place // WO * SY, place % WO * SX
                 pixel = ((k * IMAGES + rows // (HO * WO)) * H + y) * W + x
                 there = X + pixel.to(tl.int64)[:, None] * XW + shift[None, :]
-                if FLAT:
-                    yy, xx = y[:, None] + down[None, :], x[:, None] + right[None, :]
-                    inside = (rows < R)[:, None] & exists[None, :] & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
+                y = tl.where(rows < R, y, -(1 << 30))  # outside, too
+                if FLAT:  # few tests for each number: a row is a number of its own here
+                    inside = _below(y[:, None] + down[None, :], H) & _below(x[:, None] + right[None, :], W)
                 else:
-                    yy, xx = y + dy, x + dx
-                    inside = ((rows < R) & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W))[:, None] & exists[None, :]
+                    inside = (_below(y + dy, H) & _below(x + dx, W))[:, None] & exists[None, :]
                 v = tl.load(there, mask=inside, other=0.0)
             if PRECISION == "tf32" and g.dtype == tl.float32:
                 g, v = _round_tf32(g), _round_tf32(v)
             product = tl.dot(g.trans(), v, product, input_precision=PRECISION)
-        total += product
-        if HAS_C:
+        if SPLIT:
+            total = product
+        elif HAS_C:
+            total += product
             squares += tl.load(C + k) * product * product
         else:
+            total += product
             squares += product * product
-    _leave(
-        total, squares, tile, piece, last - first < KAPPA, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-        slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, FLAT, INTO,
-    )  # fmt: skip
+    if SPLIT:
+        here = partial + (piece * rest + tile).to(tl.int64) * (BM * BN)
+        tl.store(here + tl.arange(0, BM)[:, None] * BN + across[None, :], total)
+    else:
+        _leave(
+            total, squares, tile, piece, last - first < KAPPA, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
+            slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, FLAT, INTO,
+        )  # fmt: skip
+
+
+@triton.jit
+def _below(i, size: tl.constexpr):
+    """0 ≤ i < size, in one comparison."""
+    return i.to(tl.uint32, bitcast=True) < size
 
 
 @triton.jit
@@ -183,7 +198,7 @@ def _deliver(
 ):  # fmt: skip
     """Store the sums of a whole tile, or fold them into the moments."""
     j, m, n, tap = _place(tile, CO, CI, KH * KW, BM, BN, FLAT)
-    taps, channels, exists = _columns(n, tap, CI, KH * KW, BN, FLAT)
+    taps, channels, exists = _columns(n + tl.arange(0, BN), tap, CI, KH * KW, FLAT)
     rm = m + tl.arange(0, BM)
     at = (j * CO + rm)[:, None] * s0 + (channels * s1 + taps // KW * s2 + taps % KW * s3)[None, :]
     mask = (rm < CO)[:, None] & exists[None, :]
@@ -196,95 +211,96 @@ def _deliver(
 
 @triton.jit
 def _finish(
-    partial, D, S, CO, whole, rest, pieces, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
-    CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr, FLAT: tl.constexpr, INTO: tl.constexpr,
+    partial, C, D, S, CO, KAPPA, whole, rest, pieces, parts, s0, s1, s2, s3,
+    slots, count, keep1, keep2, gain1, gain2, limit,
+    CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
+    FLAT: tl.constexpr, HAS_C: tl.constexpr, SPLIT: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
-    """Add up the pieces of BF rows of one tile, in their order."""
+    """Add up the pieces of E numbers of one tile, always in the same order, K·P of them at once."""
     j, m, n, tap = _place(whole + tl.program_id(0), CO, CI, KH * KW, BM, BN, FLAT)
-    taps, channels, exists = _columns(n, tap, CI, KH * KW, BN, FLAT)
-    rows = tl.program_id(1) * BF + tl.arange(0, BF)
-    place = rows[:, None] * BN + tl.arange(0, BN)[None, :]
-    total = tl.zeros((BF, BN), tl.float32)
-    squares = tl.zeros((BF, BN), tl.float32)
-    for piece in range(pieces):
-        here = partial + (piece * rest + tl.program_id(0)).to(tl.int64) * (2 * BM * BN) + place
-        total += tl.load(here)
-        squares += tl.load(here + BM * BN)
-    at = (j * CO + m + rows)[:, None] * s0 + (channels * s1 + taps // KW * s2 + taps % KW * s3)[None, :]
-    mask = (m + rows < CO)[:, None] & exists[None, :]
+    e = tl.program_id(1) * E + tl.arange(0, E)
+    rm, rn = m + e // BN, n + e % BN
+    taps, channels, exists = _columns(rn, tap, CI, KH * KW, FLAT)
+    total = tl.zeros((E,), tl.float32)
+    squares = tl.zeros((E,), tl.float32)
+    if SPLIT:  # products of parts of groups: squared when they are those of groups
+        for first in range(0, KAPPA, K):
+            k = first + tl.arange(0, K)
+            product = tl.zeros((K, E), tl.float32)
+            for begin in range(0, parts, P):
+                part = begin + tl.arange(0, P)
+                piece = k[:, None] * parts + part[None, :]
+                here = partial + (piece * rest + tl.program_id(0)).to(tl.int64)[:, :, None] * (BM * BN)
+                mask = (k < KAPPA)[:, None] & (part < parts)[None, :]
+                product += tl.sum(tl.load(here + e[None, None, :], mask=mask[:, :, None], other=0.0), 1)
+            total += tl.sum(product, 0)
+            if HAS_C:
+                product *= tl.load(C + k, mask=k < KAPPA, other=0.0)[:, None] * product
+            else:
+                product *= product
+            squares += tl.sum(product, 0)
+    else:
+        for first in range(0, pieces, K):
+            piece = first + tl.arange(0, K)
+            here = partial + (piece * rest + tl.program_id(0)).to(tl.int64)[:, None] * (2 * BM * BN) + e[None, :]
+            mask = (piece < pieces)[:, None]
+            total += tl.sum(tl.load(here, mask=mask, other=0.0), 0)
+            squares += tl.sum(tl.load(here + BM * BN, mask=mask, other=0.0), 0)
+    at = (j * CO + rm) * s0 + channels * s1 + taps // KW * s2 + taps % KW * s3
+    mask = (rm < CO) & exists
     if INTO:
-        _fold_tile(D + at, S + at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit)
+        _fold_tile(
+            (D + at)[None, :], (S + at)[None, :], total[None, :], squares[None, :], mask[None, :],
+            slots, count, keep1, keep2, gain1, gain2, limit,
+        )  # fmt: skip
     else:
         tl.store(D + at, total, mask=mask)
         tl.store(S + at, squares, mask=mask)
 
 
-def serves(G: Tensor, X: Tensor, geo: Geometry) -> bool:
-    """Whether the kernel takes this convolution: 2-d, not transposed, at most 32 bits a number and 2³¹ pixels."""
-    return (
-        len(geo.stride) == 2
-        and not geo.transposed
-        and G.dtype in DTYPES
-        and max(t.numel() // t.shape[2] for t in (G, X)) < 1 << 31
-        and G.numel() > 0
-    )
-
-
-def is_depthwise(geo: Geometry) -> bool:
-    """Whether each output channel sees one input channel of several."""
-    return geo.groups > 1 and geo.weight[1] == 1
-
-
-def conv_square(
+def implicit(
     G: Tensor,
     X: Tensor,
     geo: Geometry,
-    c: Tensor | None = None,
-    *,
+    kappa: int,
+    c: Tensor | None,
+    config: Config,
+    D: Tensor,
+    S: Tensor,
     into: Target | None = None,
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """dW and S in float32, of G (κ, m, O, H_out, W_out) and X (κ, m, I, H, W); c (κ,) weighs the squares.
+) -> None:
+    """Write dW to D and its square to S, or fold them into these moments, with the numbers of `into`.
 
-    Both have the weight's shape, in memory as `geo.channels_last` says. With `into`, they are folded into its moments,
-    of any strides, which are returned; a depthwise convolution has but a small pair, and does not fold it.
+    Args:
+        G: (κ·m, O, H_out, W_out) in channels-last memory.
+        X: (κ·m, I, H, W) in channels-last memory. It may have other channels than the weight: those past the weight's
+            are left alone, and where the weight has more, they are the next pixels'.
+        geo: the convolution, with D's shape as that of its weight.
+        kappa: groups.
+        c: (κ,) float32, weighs the squares.
+        config: how.
+        D: of any strides.
+        S: of the same strides.
+        into: how they are folded.
     """
-    kappa, images = G.shape[:2]
-    G, X = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (G, X))
-    c = None if c is None else c.to(torch.float32)
-    if is_depthwise(geo):
-        assert into is None
-        return _depthwise(G, X, geo, c, kappa)
+    images = G.shape[0] // kappa
     out, inner, kh, kw = geo.weight
     out //= geo.groups
     rows = images * G.shape[2] * G.shape[3]
-    if config is None:
-        key = (geo, G.shape, kappa, G.dtype, G.device)
-        if key not in _configs:
-            _configs[key] = _best(G, X, geo, c, kappa)
-        config = _configs[key]
     flat = inner < config.bn
     across = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
     tiles = geo.groups * cdiv(out, config.bm) * across
     # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
     aligned = [
-        _has_tile_loads(G.device) and t.shape[1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (G, X)
+        _has_tile_loads(G.device) and t.shape[1] // geo.groups * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+        for t in (G, X)
     ]
     load = None
     if config.boxes and all(aligned) and not flat and boxed(geo, X):
         load = box(config.bk, images, *G.shape[2:])
-    whole, size = divide(tiles, kappa, rows, config, _multiprocessors(G.device))
-    rest, pieces = tiles - whole, cdiv(kappa, size)
-    partial = torch.empty(rest * pieces, 2, config.bm, config.bn, device=G.device) if pieces > 1 else None
-    if into is None:
-        D, S = (_empty(geo.weight, geo.channels_last, G.device) for _ in range(2))
-        fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
-    else:
-        D, S = into.exp_avg, into.exp_avg_sq
-        fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
-    operands: list[Any] = [G, X]
     steps = cdiv(rows, config.bk)
+    operands: list[Any] = [G, X]
     by, strips = (1, 1, 1), False
     if load is not None:
         by, strips = load
@@ -294,53 +310,52 @@ def conv_square(
         strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
         operands[1] = TensorDescriptor.from_tensor(strided, [*by[:2], 1, by[2], config.bn])
     if strips:
-        operands[0] = TensorDescriptor.from_tensor(_images(G, kappa), [1, *by, config.bm])
+        operands[0] = TensorDescriptor.from_tensor(G.permute(0, 2, 3, 1).flatten(0, 1), [1, config.bk, config.bm])
     elif aligned[0]:
-        operands[0] = TensorDescriptor.from_tensor(_images(G, kappa).flatten(1, 3), [1, config.bk, config.bm])
-    shape = {"CI": inner, "KH": kh, "KW": kw, "BM": config.bm, "BN": config.bn, "FLAT": flat, "INTO": into is not None}
+        matrix = G.permute(0, 2, 3, 1).view(kappa, rows, -1)
+        operands[0] = TensorDescriptor.from_tensor(matrix, [1, config.bk, config.bm])
+    whole, size, parts = divide(tiles, kappa, rows, config, _multiprocessors(G.device))
+    rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
+    if split:
+        size = cdiv(steps, parts)
+        parts = cdiv(steps, size)
+        pieces = kappa * parts
+    partial = None
+    if split or pieces > 1:
+        partial = torch.empty(rest * pieces, 1 if split else 2, config.bm, config.bn, device=G.device)
+    fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
+    if into is not None:
+        fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
+    common = {
+        "CI": inner, "KH": kh, "KW": kw, "BM": config.bm, "BN": config.bn,
+        "FLAT": flat, "HAS_C": c is not None, "SPLIT": split, "INTO": into is not None,
+    }  # fmt: skip
     taps = {
-        "HO": G.shape[2], "WO": G.shape[3], "SY": geo.stride[0], "SX": geo.stride[1],
-        "PY": geo.padding[0], "PX": geo.padding[1], "DY": geo.dilation[0], "DX": geo.dilation[1],
-        "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips, "HAS_C": c is not None,
+        "XW": X.shape[1], "H": X.shape[2], "W": X.shape[3], "HO": G.shape[2], "WO": G.shape[3],
+        "SY": geo.stride[0], "SX": geo.stride[1], "PY": geo.padding[0], "PX": geo.padding[1],
+        "DY": geo.dilation[0], "DX": geo.dilation[1],
+        "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips,
         "num_warps": config.warps,
         "num_stages": _stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
     }  # fmt: skip
     _conv_square[(whole + rest * pieces,)](
-        *operands, c, D, S, partial, out, rows, kappa, images, steps, G.shape[1], X.shape[1], whole, rest, size,
-        *D.stride(), *fold, **shape, **taps, H=X.shape[2], W=X.shape[3],
+        *operands, c, D, S, partial, out, rows, kappa, images, steps, G.shape[1], whole, rest, size, parts,
+        *D.stride(), *fold, **common, **taps,
         DESCRIPTORS=aligned[0], BOXES=load is not None,
         PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
     )  # fmt: skip
-    if pieces > 1:
-        few = min(8, config.bm)
-        _finish[(rest, config.bm // few)](
-            partial, D, S, out, whole, rest, pieces, *D.stride(), *fold, **shape, BF=few, num_warps=4
-        )
-    return D, S
-
-
-# (geometry, shape of G, κ, dtype, device) -> its best configuration: what a layer asks for in every update.
-_configs: dict[tuple[Any, ...], Config] = {}
-
-
-def _best(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None, kappa: int) -> Config:
-    """The configuration that is best for these operands: see `tuning`."""
-    key = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation)
-    places = (G.shape[0] // kappa, *G.shape[2:])
-    return tuning.best(
-        "conv_square",
-        (*key, *G.shape[2:], places[0], kappa, str(G.dtype)),
-        G.device,
-        choose(geo, places, G.dtype),
-        lambda: candidates(geo, places, G.dtype),
-        lambda config: conv_square(_apart(G, kappa), _apart(X, kappa), geo, c, config=config),
-    )
+    if partial is not None:
+        at_once = min(32, next_power_of_2(max(1, parts)))
+        _finish[(rest, config.bm * config.bn // 128)](
+            partial, c, D, S, out, kappa, whole, rest, pieces, parts, *D.stride(), *fold, **common,
+            K=32 // at_once, P=at_once, E=128, num_warps=4,
+        )  # fmt: skip
 
 
 def boxed(geo: Geometry, X: Tensor) -> bool:
-    """Whether boxes can be loaded of this input: 16 bits a number, whole strides."""
+    """Whether boxes can be loaded of this input: 16 bits a number, whole strides, all channels in a pixel."""
     whole = all(size % stride == 0 for size, stride in zip(X.shape[-2:], geo.stride, strict=True))
-    return whole and X.element_size() == 2
+    return whole and X.element_size() == 2 and X.shape[-3] >= geo.weight[1] * geo.groups
 
 
 def box(bk: int, images: int, height: int, width: int) -> tuple[tuple[int, int, int], bool] | None:
@@ -358,108 +373,48 @@ def box(bk: int, images: int, height: int, width: int) -> tuple[tuple[int, int, 
             return (1, rest, width), False
         if rest % height == 0:
             return (rest // height, height, width), False
-    if width % bk == 0:
+    if width % bk == 0 or images * height == 1:  # past the end of a group there are zeros
         return (1, 1, bk), False
     return ((1, 1, bk), True) if 6 * -(-width // bk) * bk <= 7 * width else None
 
 
-def _images(t: Tensor, kappa: int) -> Tensor:
-    """(κ·m, C, H, W) in channels-last memory as (κ, m, H, W, C)."""
-    return _apart(t.permute(0, 2, 3, 1), kappa)
-
-
-def _apart(t: Tensor, kappa: int) -> Tensor:
-    return t.view(kappa, -1, *t.shape[1:])
-
-
-def _empty(shape: tuple[int, ...], channels_last: bool, device: torch.device) -> Tensor:
-    format = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=torch.float32, device=device, memory_format=format)
-
-
-def _shapes(G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
-    channels_last: bool = rest[-1]
-    return _empty(tuple(weight), channels_last, G.device), _empty(tuple(weight), channels_last, G.device)
-
-
-@operator(
-    "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, int groups, "
-    "bool channels_last) -> (Tensor, Tensor)",
-    _shapes,
-)
-def conv_square_op(
-    G: Tensor,
-    X: Tensor,
-    c: Tensor | None,
-    weight: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor]:
-    """`conv_square` as an operator that `torch.compile` takes as it is."""
-    shape, taps = tuple(weight), (tuple(stride), tuple(padding), tuple(dilation))
-    return conv_square(G, X, Geometry(shape, *taps, False, (0, 0), groups, channels_last), c)
-
-
-def choose(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The configuration for a convolution; `places`: the images of a group, the height and width of the output."""
-    out, inner, rows = geo.weight[0] // geo.groups, geo.weight[1], math.prod(places)
-    bk = 64 if rows >= 64 else 32 if rows >= 32 else 16
-    if dtype == torch.float32:
-        bk = min(bk, 32)
-    elif bk == 64 and box(64, *places) is None and box(32, *places) is not None:
-        bk = 32
-    bm = 128 if out > 64 else max(16, next_power_of_2(out))
-    bn = 128 if inner > 64 else 64
-    return Config(bm, bn, bk, warps=8 if bm * bn > 64 * 128 else 4, stages=4)
-
-
-def candidates(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
-    """What else may be best. No steps of 128 rows with three stages: they came out wrong on an H200."""
-    base = choose(geo, places, dtype)
-    out, inner = geo.weight[0] // geo.groups, geo.weight[1]
-    small = [(64, 64), (64, 128), (128, 64)] if min(out, inner) >= 64 else [(base.bm, 64), (base.bm, 128)]
-    found = [base._replace(bm=m, bn=n, warps=4) for m, n in small]
-    if out > 64 and inner > 64:
-        found += [base._replace(bm=128, bn=128, warps=8, stages=s) for s in (3, 4)]
-    by_address = [config._replace(boxes=False, stages=3, bk=max(base.bk, 64)) for config in (base, *found)]
-    rows = math.prod(places)
-    return list(dict.fromkeys(found + ([] if rows < 64 or dtype == torch.float32 else by_address)))
-
-
 @lru_cache(maxsize=1024)
-def divide(tiles: int, kappa: int, rows: int, config: Config, multiprocessors: int) -> tuple[int, int]:
-    """How many tiles stay whole, and into pieces of how many groups the others are cut.
+def divide(tiles: int, kappa: int, rows: int, config: Config, multiprocessors: int) -> tuple[int, int, int]:
+    """How many tiles stay whole, into pieces of how many groups the others are cut, and a group into how many parts.
 
     Whole rounds of tiles keep the chip busy; what is left over would not. Measured in the time of one group of a tile:
     a round of pieces takes their size, plus about 600 rows for begin and end; their sums pass through memory (10 rows
-    for each piece) and a second kernel adds them (the launch, as long as 11e6 products of a block).
+    for each piece) and a second kernel adds them (the launch, as long as 11e6 products of a block). Where no tile stays
+    whole, pieces may be parts of a group's rows, at least 256 of them: their products are squared by the second kernel.
+    No parts (0): pieces of whole groups, or none.
 
     >>> divide(132, 32, 1024, Config(), 132), divide(9, 32, 25600, Config(64, 64, warps=4), 132)
-    ((132, 32), (0, 1))
+    ((132, 32, 0), (0, 1, 3))
     """
     bm, bn = config.bm, config.bn
     places = multiprocessors * max(1, 128 * 128 // (bm * bn))  # that fit by their registers
     rest = tiles % places
+    alone = rest == tiles
     if not rest or kappa == 1:
-        return tiles, kappa
-    if config.pieces:
-        size = -(-kappa // config.pieces)
-        return (tiles, kappa) if size >= kappa else (tiles - rest, size)
+        return tiles, kappa, 0
+
+    def cut(pieces: int) -> tuple[int, int, int]:
+        size = -(-kappa // pieces)
+        if size == kappa:
+            return tiles, kappa, 0
+        return tiles - rest, size, pieces // kappa if alone else 0
 
     def length(pieces: int) -> float:
-        size = -(-kappa // pieces)
-        rounds = -(-rest * pieces // places)
         if pieces == 1:
-            return size + 600 / rows
+            return kappa + 600 / rows
+        size = -(-kappa // pieces) if pieces < kappa else kappa / pieces
+        rounds = -(-rest * pieces // places)
         return rounds * (size + 600 / rows) + (10 * rest * pieces + 11e6 / (bm * bn)) / rows
 
-    best = min(range(1, kappa + 1), key=length)
-    if best == 1:
-        return tiles, kappa
-    return tiles - rest, -(-kappa // best)
+    if config.pieces:
+        return cut(config.pieces)
+    most = max(1, min(rows // 256, 2 * places // (rest * kappa))) if alone else 1
+    return cut(min([*range(1, kappa + 1), *range(2 * kappa, kappa * most + 1, kappa)], key=length))
 
 
 @triton.jit
@@ -491,8 +446,8 @@ def _depthwise_sums(
     tl.store(partial + at, tl.sum(total, 0), mask=o < OUT)
 
 
-def _depthwise(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None, kappa: int) -> tuple[Tensor, Tensor]:
-    """One input channel per channel group: no product of matrices, but sums of products."""
+def depthwise(G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor | None, D: Tensor, S: Tensor) -> None:
+    """`implicit` where each output channel sees one input channel: no product of matrices, but sums of products."""
     out, _, kh, kw = geo.weight
     images = G.shape[0] // kappa
     rows = images * G.shape[2] * G.shape[3]
@@ -511,8 +466,5 @@ def _depthwise(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None, kappa: int
     )  # fmt: skip
     each = partial.sum(1)  # (κ, taps, O)
     squares = each.square() if c is None else each.square() * c[:, None, None]
-    results = []
-    for sums in (each.sum(0), squares.sum(0)):
-        weight = _empty(geo.weight, geo.channels_last, G.device)
-        results.append(weight.copy_(sums.t().reshape(geo.weight)))
-    return results[0], results[1]
+    for result, sums in ((D, each), (S, squares)):
+        result.copy_(sums.sum(0).t().reshape(geo.weight))

@@ -88,13 +88,13 @@ class Sink:
             return None
         X = X.to(G.dtype)
         fused = convolutions.fused
-        if fused is not None and convolutions.takes_fused(G, X, geo) and not fused.is_depthwise(geo):
-            if convolutions.is_pointwise(geo):
-                return self._products(entry, *convolutions.pointwise(G, X), c)
-            target = self.optimizer._target(entry.param, self.kappa, self.scale)
-            if target is not None:
-                fused.conv_square(G, X, geo, c, into=target)
-                return None
+        if fused is not None and convolutions.takes_fused(G, X, geo):
+            config = fused.best(G, X, geo, c)
+            if fused.folds(config, G, geo, entry.param):
+                target = self.optimizer._target(entry.param, self.kappa, self.scale)
+                if target is not None:
+                    fused.conv_square(G, X, geo, c, into=target, config=config)
+                    return None
         return self._hand(entry, *convolutions.conv_square(G, X, geo, c))
 
     def _products(self, entry: Entry, G: Tensor, X: Tensor, c: Tensor | None) -> None:

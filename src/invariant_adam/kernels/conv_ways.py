@@ -1,0 +1,348 @@
+"""The ways to a convolution's weight gradient and square on a GPU, and which of them a convolution takes.
+
+    implicit  the implicit GEMM of `conv_square_triton`, or its sums of products for a depthwise convolution
+    packed    the same for few input channels: the taps of a row, neighbours in memory, become channels
+    unfold    the inputs of every output position side by side (im2col), then a product of matrices by the same kernel
+    product   the same matrices by `gemm_square`, for one tap
+    library   the library's weight gradient of each group, squared and added up
+
+For one tap the matrices are the tensors themselves, or the pixels that a stride meets. Which way is best depends on the
+shape and the chip: `tuning` measures the `candidates` and keeps the best; where it has not, the first of them is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import gemm_square as products
+from . import tuning
+from .adam import Target
+from .conv_square import Geometry, one_by_one
+from .conv_square_triton import Config, box, depthwise, implicit
+from .gemm_square_triton import _multiprocessors
+from .launch import cdiv, next_power_of_2
+from .ops import operator
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Columns and bytes of unfolded inputs up to which that is tried: of wide inputs they cost more than the product.
+UNFOLDED_COLUMNS = 256
+UNFOLDED_BYTES = 512 << 20
+# Input channels up to which packing is tried: more of them fill the kernel's loads by themselves.
+PACKED_CHANNELS = 8
+
+
+def serves(G: Tensor, X: Tensor, geo: Geometry) -> bool:
+    """Whether there are other ways than the library's: 2-d, not transposed, at most 32 bits a number and 2³¹ pixels."""
+    return (
+        len(geo.stride) == 2
+        and not geo.transposed
+        and G.dtype in DTYPES
+        and max(t.numel() // t.shape[2] for t in (G, X)) < 1 << 31
+        and G.numel() > 0
+    )
+
+
+def conv_square(
+    G: Tensor,
+    X: Tensor,
+    geo: Geometry,
+    c: Tensor | None = None,
+    *,
+    into: Target | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dW and S in float32, of G (κ, m, O, H_out, W_out) and X (κ, m, I, H, W); c (κ,) weighs the squares.
+
+    Both have the weight's shape, in memory as `geo.channels_last` says. With `into`, they are folded into its moments,
+    which are returned; its configuration must be one that `folds`.
+    """
+    if config is None:
+        config = best(G, X, geo, c)
+    kappa = G.shape[0]
+    G, X = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (G, X))
+    c = None if c is None else c.to(torch.float32)
+    if into is None:
+        D, S = (_empty(geo.weight, geo.channels_last, G.device) for _ in range(2))
+    else:
+        D, S = into.exp_avg, into.exp_avg_sq
+    WAYS[config.way](Task(G, X, geo, kappa, c, config, D, S, into))
+    return D, S
+
+
+class Task(NamedTuple):
+    """The arguments of `implicit`, which says what they are."""
+
+    G: Tensor
+    X: Tensor
+    geo: Geometry
+    kappa: int
+    c: Tensor | None
+    config: Config
+    D: Tensor
+    S: Tensor
+    into: Target | None
+
+
+# --------------------------------------------------------------------------- the ways
+
+
+def _implicit(task: Task) -> None:
+    if is_depthwise(task.geo):
+        depthwise(task.G, task.X, task.geo, task.kappa, task.c, task.D, task.S)
+    else:
+        implicit(*task)
+
+
+def _packed(task: Task) -> None:
+    geo = task.geo
+    rows = packed(geo)
+    out, width, height, _ = rows.weight
+    pair = torch.empty(2, out, height, width, device=task.G.device)
+    d, s = pair.movedim(3, 2)[..., None]
+    implicit(*task._replace(X=pack(task.X, geo, task.G.shape[3]), geo=rows, D=d, S=s))
+    taps = pair.unflatten(3, (-1, _pixel(geo)))[..., : geo.weight[3], : geo.weight[1]]  # (2, O, KH, KW, I)
+    task.D.copy_(taps[0].movedim(3, 1))
+    task.S.copy_(taps[1].movedim(3, 1))
+
+
+def _unfold(task: Task) -> None:
+    g, x = (t[:, None].permute(0, 3, 1, 2) for t in matrices(task))  # images of one row, (κ, C, 1, R)
+    d, s = (as_matrix(t, task.geo)[..., None, None] for t in (task.D, task.S))
+    implicit(*task._replace(G=g, X=x, geo=one_tap(task.geo), D=d, S=s))
+
+
+def _product(task: Task) -> None:
+    g, x = matrices(task)
+    d, s = (as_matrix(t, task.geo) for t in (task.D, task.S))
+    if task.into is not None:
+        assert products.fused is not None
+        products.fused.gemm_square(g, x, task.c, into=task.into._replace(exp_avg=d, exp_avg_sq=s))
+        return
+    for result, made in zip((d, s), products.gemm_square(g, x, task.c), strict=True):
+        result.copy_(made)
+
+
+def _library(task: Task) -> None:
+    G, X = (t.unflatten(0, (task.kappa, -1)) for t in (task.G, task.X))
+    one_by_one(G, X, task.geo, task.c, task.D.zero_(), task.S.zero_())
+
+
+WAYS: dict[str, Callable[[Task], None]] = {
+    "implicit": _implicit,
+    "packed": _packed,
+    "unfold": _unfold,
+    "product": _product,
+    "library": _library,
+}
+
+
+def folds(config: Config, G: Tensor, geo: Geometry, weight: Tensor) -> bool:
+    """Whether this way folds into moments that lie as `weight`; the pairs of others are folded when they are made."""
+    if config.way == "implicit":
+        return not is_depthwise(geo)
+    format = torch.channels_last if geo.channels_last else torch.contiguous_format
+    if config.way in ("packed", "library") or not weight.is_contiguous(memory_format=format):
+        return False
+    return config.way == "unfold" or (products.fused is not None and _rows(G) >= 16)
+
+
+# --------------------------------------------------------------------------- one convolution as another
+
+
+def is_depthwise(geo: Geometry) -> bool:
+    """Whether each output channel sees one input channel of several."""
+    return geo.groups > 1 and geo.weight[1] == 1
+
+
+def has_one_tap(geo: Geometry) -> bool:
+    """Whether this is a product of matrices: one tap, no padding, all channels."""
+    return geo.weight[2:] == (1, 1) and not any(geo.padding) and geo.groups == 1
+
+
+def one_tap(geo: Geometry) -> Geometry:
+    """The convolution of one tap that is left when inputs are unfolded."""
+    weight = (geo.weight[0], math.prod(geo.weight[1:]), 1, 1)
+    return Geometry(weight, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+
+
+def as_matrix(t: Tensor, geo: Geometry) -> Tensor:
+    """The weight's gradient (O, I, KH, KW) as (O, columns), a view: in the order that it has in memory."""
+    return (t.permute(0, 2, 3, 1) if geo.channels_last else t).view(t.shape[0], -1)
+
+
+def matrices(task: Task) -> tuple[Tensor, Tensor]:
+    """G (κ, R, O) and the unfolded X (κ, R, columns), whose columns are `as_matrix`'s and what fills up 16 bytes."""
+    G, X, geo, kappa = task[:4]
+    _, kh, kw = geo.weight[1:]
+    (height, width), (sy, sx), (dy, dx) = G.shape[2:], geo.stride, geo.dilation
+    if any(geo.padding):
+        X = F.pad(X, (geo.padding[1],) * 2 + (geo.padding[0],) * 2)
+    pixels = X.permute(0, 2, 3, 1)
+    n, y, x, last = pixels.stride()
+    places = (G.shape[0], height, width)
+    if has_one_tap(geo):
+        columns = pixels.as_strided((*places, X.shape[1]), (n, y * sy, x * sx, last)).contiguous()
+    else:
+        found = pixels.as_strided((*places, kh, kw, X.shape[1]), (n, y * sy, x * sx, y * dy, x * dx, last))
+        if not geo.channels_last:
+            found = found.movedim(-1, 3)
+        many = math.prod(geo.weight[1:])
+        columns = X.new_empty(*places, cdiv(many, 8) * 8)
+        columns[..., :many].unflatten(-1, found.shape[3:]).copy_(found)
+    return G.permute(0, 2, 3, 1).reshape(kappa, -1, G.shape[1]), columns.view(kappa, -1, columns.shape[-1])
+
+
+def packed(geo: Geometry) -> Geometry:
+    """The convolution by columns of taps, (KH, 1), that is left when the taps of each row have become channels."""
+    width = (geo.weight[3] + geo.weight[3] % 2) * _pixel(geo)
+    weight = (geo.weight[0], width, geo.weight[2], 1)
+    stride, padding, dilation = (geo.stride[0], 1), (geo.padding[0], 0), (geo.dilation[0], 1)
+    return Geometry(weight, stride, padding, dilation, False, (0, 0), 1)
+
+
+def pack(X: Tensor, geo: Geometry, out: int) -> Tensor:
+    """X for `packed`, (N, stride·channels, H, W/stride): with padded sides and pixels of a power of two of channels.
+
+    Its pixel x is where output position x begins to look; the channels that it lacks are the next pixels'.
+    """
+    n, channels, height, width = X.shape
+    stride, side = geo.stride[1], geo.padding[1]
+    wide = cdiv(stride * (out - 1) + geo.weight[3] + geo.weight[3] % 2, stride) * stride
+    room = X.new_zeros(n, height, wide, _pixel(geo))
+    kept = max(0, min(width, wide - side))
+    room[:, :, side : side + kept, :channels] = X.permute(0, 2, 3, 1)[:, :, :kept]
+    return room.view(n, height, wide // stride, -1).permute(0, 3, 1, 2)
+
+
+def _pixel(geo: Geometry) -> int:
+    """Channels of a packed pixel."""
+    return max(4, next_power_of_2(geo.weight[1]))
+
+
+# --------------------------------------------------------------------------- which one is taken
+
+# What `best` looks at -> its configuration: what a layer asks for in every update.
+_configs: dict[tuple[Any, ...], Config] = {}
+
+
+def best(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> Config:
+    """The way that is best for these operands, (κ, m, C, H, W), and its configuration: see `tuning`."""
+    key = (geo, G.shape, X.shape, G.dtype, G.device, _switches(G.dtype))
+    if key not in _configs:
+        first, *others = candidates(G, X, geo)
+        sizes = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation)
+        found = tuning.best(
+            "conv_square",
+            (*sizes, *X.shape[3:], G.shape[1], G.shape[0], int(geo.channels_last), str(G.dtype), *_switches(G.dtype)),
+            G.device,
+            first,
+            lambda: others,
+            lambda config: conv_square(G, X, geo, c, config=config),
+        )
+        _configs[key] = found
+    return _configs[key]
+
+
+def _switches(dtype: torch.dtype) -> tuple[int, ...]:
+    """Whether convolutions, and products of matrices, of float32 may be made of tf32."""
+    if dtype != torch.float32:
+        return ()
+    return int(torch.backends.cudnn.allow_tf32), int(torch.backends.cuda.matmul.allow_tf32)
+
+
+def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[Config]:
+    """Every way of these operands, (κ, m, C, H, W), with configurations that may be its best; first the one to take
+    unmeasured."""
+    kappa, images, _, height, width = G.shape
+    places, rows = (images, height, width), _rows(G)
+    library = Config(way="library")
+    if is_depthwise(geo):
+        return [Config(), library]
+    ways = {"implicit": tiles(geo, places, G.dtype)}
+    columns = math.prod(geo.weight[1:])
+    small = columns <= UNFOLDED_COLUMNS and kappa * rows * columns * G.element_size() <= UNFOLDED_BYTES
+    if has_one_tap(geo) or (geo.groups == 1 and small):
+        ways["unfold"] = tiles(one_tap(geo), (1, 1, rows), G.dtype)
+    switches = _switches(G.dtype)
+    if has_one_tap(geo) and switches != (0, 1):  # `gemm_square` goes by the other switch, and would be too coarse
+        ways["product"] = [Config(way="product")]
+    if geo.groups == 1 and geo.weight[1] <= PACKED_CHANNELS and geo.weight[3] > 1 and geo.dilation[1] == 1:
+        ways["packed"] = tiles(packed(geo), places, G.dtype)
+    first = "implicit"
+    if has_one_tap(geo) and geo.stride == (1, 1):
+        del ways["implicit"]  # the same as unfolded
+        blocks = kappa * cdiv(geo.weight[0], 128) * cdiv(geo.weight[1], 128)
+        few = rows >= 1024 and blocks < _multiprocessors(G.device)  # only `implicit` takes groups apart
+        first = "unfold" if few or "product" not in ways or (switches == (1, 0) and rows >= 16) else "product"
+    elif "packed" in ways:
+        first = "packed"
+    order = [first, *(way for way in ways if way != first)]
+    return [*(config._replace(way=way) for way in order for config in ways[way]), library]
+
+
+def _rows(G: Tensor) -> int:
+    return G.shape[1] * G.shape[3] * G.shape[4]
+
+
+def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
+    """Configurations of `implicit`; `places`: the images of a group, the height and width of the output.
+
+    No steps of 128 rows with three stages: they came out wrong on an H200.
+    """
+    out, inner, rows = geo.weight[0] // geo.groups, geo.weight[1], math.prod(places)
+    columns = inner if inner >= 64 else inner * math.prod(geo.weight[2:])  # narrow inputs share a tile among taps
+    bk = 64 if rows >= 64 else 32 if rows >= 32 else 16
+    if dtype == torch.float32:
+        bk = min(bk, 32)
+    elif bk == 64 and box(64, *places) is None and box(32, *places) is not None:
+        bk = 32
+    bm = 128 if out > 64 else max(16, next_power_of_2(out))
+    bn = 128 if columns > (64 if inner >= 64 else 128) else 64
+    base = Config(bm, bn, bk, warps=8 if bm * bn > 64 * 128 else 4, stages=4)
+    shapes = [(m, n) for m in sorted({min(bm, 64), bm}) for n in sorted({64, bn})]
+    found = [base, *(base._replace(bm=m, bn=n, warps=4) for m, n in shapes if (m, n) != (bm, bn))]
+    if inner < 64 and columns > 128 and dtype != torch.float32:
+        found.append(base._replace(bm=min(bm, 64), bn=256, warps=8, stages=3))
+    if inner >= bn and dtype != torch.float32 and rows >= 64 and box(bk, *places) is not None:
+        found += [config._replace(boxes=False, stages=3, bk=64) for config in found[:2]]
+    return found
+
+
+# --------------------------------------------------------------------------- for compiled graphs
+
+
+def _empty(shape: tuple[int, ...], channels_last: bool, device: torch.device) -> Tensor:
+    format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=torch.float32, device=device, memory_format=format)
+
+
+def _shapes(G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
+    channels_last: bool = rest[-1]
+    return _empty(tuple(weight), channels_last, G.device), _empty(tuple(weight), channels_last, G.device)
+
+
+@operator(
+    "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, int groups, "
+    "bool channels_last) -> (Tensor, Tensor)",
+    _shapes,
+)
+def conv_square_op(
+    G: Tensor,
+    X: Tensor,
+    c: Tensor | None,
+    weight: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    channels_last: bool,
+) -> tuple[Tensor, Tensor]:
+    """`conv_square` as an operator that `torch.compile` takes as it is."""
+    shape, taps = tuple(weight), (tuple(stride), tuple(padding), tuple(dilation))
+    return conv_square(G, X, Geometry(shape, *taps, False, (0, 0), groups, channels_last), c)
