@@ -154,6 +154,12 @@ def test_triton_leaves_odd_layouts_to_torch():
     assert adam_triton.serves([m], [m], [m])
     assert not adam_triton.serves([m.t().contiguous().t()], [m], [m])  # other strides than the moments
     assert not adam_triton.serves([m[:, ::2]], [m[:, ::2]], [m[:, ::2]])  # holes
+    one_tap = torch.zeros(6, 4, 1, 1)
+    last = torch.zeros_like(one_tap).to(memory_format=torch.channels_last).as_strided((6, 4, 1, 1), (4, 1, 4, 4))
+    assert one_tap.stride() != last.stride()  # and yet the same order in memory
+    assert adam_triton.serves([one_tap], [last], [last])
+    square = torch.zeros(4, 4, 2, 2)
+    assert not adam_triton.serves([square], [square.to(memory_format=torch.channels_last)], [square])
     assert not adam_triton.serves([torch.zeros(25)[1:]], [torch.zeros(24)], [torch.zeros(24)])  # misaligned
     assert not adam_triton.serves([m.double()], [m.double()], [m.double()])
 

@@ -52,12 +52,25 @@ def takes_fused(x: Tensor, kappa: int) -> bool:
 
 
 def statistics(
-    x: Tensor, kappa: int, eps: float, running_mean: Tensor | None, running_var: Tensor | None, how: Running
+    x: Tensor,
+    kappa: int,
+    eps: float,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    how: Running,
+    tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """μ and r, each (κ, C); the running statistics are updated κ times, the variance unbiased."""
+    """μ and r, each (κ, C); the running statistics are updated κ times, the variance unbiased.
+
+    `tracked`, the count of updates, has seen one of them already.
+    """
+    if fused is not None and takes_fused(x, kappa) and not torch.compiler.is_compiling():
+        mean, rstd = fused.statistics(x, kappa, eps, running_mean, running_var, *how, tracked)
+        return mean, rstd
+    if tracked is not None:
+        tracked.add_(kappa - 1)
     if fused is not None and takes_fused(x, kappa):
-        call = fused.statistics_op if torch.compiler.is_compiling() else fused.statistics
-        mean, rstd = call(x, kappa, eps, running_mean, running_var, *how)
+        mean, rstd = fused.statistics_op(x, kappa, eps, running_mean, running_var, *how)
         return mean, rstd
     xs = _grouped(x, kappa).to(wide(x.dtype))
     var, mean = torch.var_mean(xs, dim=(1, *range(3, xs.ndim)), correction=0)

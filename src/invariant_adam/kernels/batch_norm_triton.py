@@ -20,6 +20,7 @@ from .gemm_square_triton import _multiprocessors
 from .launch import Launch, cdiv, next_power_of_2
 from .ops import operator
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile
 CHUNKS = 32  # at most, of a group's rows
 
@@ -66,10 +67,13 @@ def _gather(partial, k, c, KAPPA, CHUNKS, C, CH: tl.constexpr):
 
 @triton.jit
 def _finish_statistics(
-    X, partial, mean, rstd, running_mean, running_var, C, R, KAPPA, CHUNKS, eps, keep, gain, decay, unbias,
+    X, partial, mean, rstd, running_mean, running_var, tracked, C, R, KAPPA, CHUNKS, eps, keep, gain, decay, unbias,
     CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """μ and r of all groups, and the running statistics after them; decay is log₂ of their ratio."""
+    """μ and r of all groups, and the running statistics after them; decay is log₂ of their ratio.
+
+    `tracked` counts all groups but one, which the module has counted.
+    """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     add_mean = tl.zeros((BC,), tl.float32)
     add_var = tl.zeros((BC,), tl.float32)
@@ -91,6 +95,9 @@ def _finish_statistics(
     if running_mean is not None:
         tl.store(running_mean + c, keep * tl.load(running_mean + c, mask=c < C).to(tl.float32) + add_mean, mask=c < C)
         tl.store(running_var + c, keep * tl.load(running_var + c, mask=c < C).to(tl.float32) + add_var, mask=c < C)
+    if tracked is not None:  # noqa: SIM102 - this is known when it is compiled
+        if tl.program_id(0) == 0:
+            tl.store(tracked, tl.load(tracked) + KAPPA - 1)
 
 
 @triton.jit
@@ -232,8 +239,11 @@ def plan(channels: int, numel: int, kappa: int, device: torch.device) -> Plan:
 
 def serves(x: Tensor, kappa: int) -> bool:
     """Whether the kernels take this input: channels last in memory, at most 32 bits a number."""
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    return x.dtype in floats and 0 < x.numel() < kappa << 31 and x.movedim(1, -1).is_contiguous()
+    return x.dtype in DTYPES and 0 < x.numel() < kappa << 31 and _channels_last(x)
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.movedim(1, -1).is_contiguous()
 
 
 def statistics(
@@ -245,6 +255,7 @@ def statistics(
     keep: float,
     gain: float,
     ratio: float,
+    tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """μ and r (κ, C) in float32, and the running statistics updated in place: see `batch_norm.statistics`."""
     p = plan(x.shape[1], x.numel(), kappa, x.device)
@@ -253,7 +264,7 @@ def statistics(
     rstd = torch.empty_like(mean)
     p.sum_statistics(x, partial)
     p.finish_statistics(
-        x, partial, mean, rstd, running_mean, running_var, float(eps), float(keep), float(gain),
+        x, partial, mean, rstd, running_mean, running_var, tracked, float(eps), float(keep), float(gain),
         math.log2(ratio) if ratio > 0 else -1e30, p.rows / max(p.rows - 1, 1),
     )  # fmt: skip
     return mean, rstd
@@ -272,7 +283,7 @@ def backward(
     """dx like x, the sums (κ, 2, C) and the pairs (4, C) in float32: see `batch_norm.backward`."""
     kappa = mean.shape[0]
     p = plan(x.shape[1], x.numel(), kappa, x.device)
-    g = g.movedim(1, -1).contiguous()
+    g = g if _channels_last(g) else g.movedim(1, -1).contiguous()
     c = None if c is None else c.to(torch.float32)
     partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
     sums = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=x.device)

@@ -43,26 +43,27 @@ def ghost_statistics(
     uses = None if running_mean is None or cumulative else _uses(engine, running_mean)
     own = (running_mean, running_var) if not uses else (None, None)
     found, rows = [], []
-    with torch.no_grad():
-        for part, xs in zip(groups.parts, groups.pieces(x.detach()), strict=True):
-            kappa = part.hi - part.lo
-            if xs.shape[0] * xs[0, 0].numel() == kappa:
-                raise ValueError(
-                    "Expected more than 1 value per channel in each micro-batch, for train-mode batch norm, got input "
-                    f"size {tuple(x.shape)} in {groups.kappa} micro-batches; take a larger micro_batch_size"
-                )
-            if cumulative and part.lo:  # the updates of the parts before have been counted in
+    for part, xs in zip(groups.parts, groups.pieces(x.detach()), strict=True):
+        kappa = part.hi - part.lo
+        each = xs.numel() // (xs.shape[1] * kappa)  # values per channel
+        if each == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel in each micro-batch, for train-mode batch norm, got input "
+                f"size {tuple(x.shape)} in {groups.kappa} micro-batches; take a larger micro_batch_size"
+            )
+        if part.lo:
+            if cumulative:  # the updates of the parts before have been counted in
                 momentum = 1 / (round(1 / momentum) + part.lo)
-            how = kernels.running(momentum, kappa, cumulative)
-            found.append(kernels.statistics(xs, kappa, eps, *own, how))
-            rows.append((kappa, xs.shape[0] * xs[0, 0].numel() // kappa))
-        if tracked is not None:
-            tracked.add_(groups.kappa - 1)  # the module itself has counted one
-        means, rstds = zip(*found, strict=True)
-        use = Use(join(means), join(rstds), rows)
-        if uses is not None:
-            uses.append(use)
-            if len(uses) > 1 and running_mean is not None and running_var is not None:
+            if tracked is not None:
+                tracked.add_(1)  # of the first part's, the module has counted one itself
+        how = kernels.running(momentum, kappa, cumulative)
+        found.append(kernels.statistics(xs, kappa, eps, *own, how, tracked))
+        rows.append((kappa, each))
+    use = Use(join([mean for mean, _ in found]), join([rstd for _, rstd in found]), rows)
+    if uses is not None:
+        uses.append(use)
+        if len(uses) > 1 and running_mean is not None and running_var is not None:
+            with torch.no_grad():
                 _interleave(uses, running_mean, running_var, momentum, eps)
     return use.mean, use.rstd
 

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from ..checks import need_torch
 from . import batch_norm, pair
 from .check import verify
-from .dispatch import OnePassParameter, State
+from .dispatch import OnePassParameter
 from .engine import Engine
 from .groups import Groups, UnsupportedUse
-from .handles import Entry
+from .handles import Entry, State
 from .into import Sink
 
 if TYPE_CHECKING:
@@ -207,8 +207,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def _arrived(self, entry: Entry) -> None:
         """Hand the pair over as soon as both halves have arrived, so that the optimizer frees it in
         backward."""
+        if entry.companion.grad is None and not self.engine.single:
+            return
         with torch._C.DisableTorchFunctionSubclass():
-            if entry.param.grad is not None and (self.engine.single or entry.companion.grad is not None):
+            if entry.param.grad is not None:
                 self._put(entry)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:

@@ -21,19 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .functions import Expand
 from .groups import Groups, UnsupportedUse
-from .handles import Entry, Handle, Lifted, lift
+from .handles import Entry, Handle, Lifted, State, lift
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
-
-
-class State:
-    """The open engine, if any."""
-
-    engine: Engine | None = None
 
 
 class OnePassParameter(nn.Parameter):

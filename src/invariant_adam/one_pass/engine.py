@@ -131,7 +131,14 @@ class Engine:
                     self.share(entry)
                 assert entry.shared is not None
                 return Handle(t.detach(), entry.shared, True, entry)
-            return Handle(t, entry.shaped(entry.companion), False, entry, direct=True)
+            if not torch.compiler.is_compiling() and entry.handle is not None:
+                companion, handle = entry.handle
+                if companion is entry.companion and handle.value is t and handle.dtype == t.dtype:
+                    return handle
+            handle = Handle(t, entry.shaped(entry.companion), False, entry, direct=True)
+            if not torch.compiler.is_compiling():
+                entry.handle = entry.companion, handle
+            return handle
         return None
 
     def share(self, entry: Entry) -> None:

@@ -96,7 +96,11 @@ def deliver_made(handle: Handle, each: list[Tensor], pair: Tensor) -> tuple[Tens
     """`deliver` for a pair (2, *w.shape) that a kernel has made, and the shares (groups, *w.shape) of each part."""
     if handle.grouped:
         return None, each[0] if len(each) == 1 else torch.cat(each)
-    dW, S = pair.unbind(0)
+    return hand_over(handle, *pair.unbind(0))
+
+
+def hand_over(handle: Handle, dW: Tensor, S: Tensor) -> tuple[Tensor | None, Tensor]:
+    """`deliver` for a pair of the parameter's shape."""
     if handle.into:
         return None, into.give(handle, dW, S)
     handle.arrive()
@@ -111,13 +115,20 @@ def deliver_both(
     shape: tuple[int, ...] = (-1,),
 ) -> tuple[Any, Any, Any, Any]:
     """The gradients of w, its tag, b and its tag, from the shares (groups, 2, C) and pairs (4, C) of each part."""
-    total = added(pairs)
+    rows = added(pairs).unbind(0)
     grads: list[Any] = [None] * 4
     for place, handle in enumerate((hw, hb)):
-        if handle is not None:
+        if handle is None:
+            continue
+        if handle.grouped:
             shares = [t[:, place].unflatten(1, shape).to(handle.square_dtype) for t in each]
-            grad, tag = deliver_made(handle, shares, total[2 * place : 2 * place + 2].unflatten(1, shape))
-            grads[2 * place : 2 * place + 2] = cast(grad, handle.value), tag
+            grads[2 * place + 1] = join(shares)
+            continue
+        dW, S = rows[2 * place : 2 * place + 2]
+        if len(shape) > 1:
+            dW, S = dW.view(shape), S.view(shape)
+        grad, grads[2 * place + 1] = hand_over(handle, dW, S)
+        grads[2 * place] = cast(grad, handle)
     return grads[0], grads[1], grads[2], grads[3]
 
 
@@ -181,12 +192,17 @@ class Linear(Function):
             dW, S = deliver(groups, ctx.hw, pairs, gemm_square, gemm_groups)
         if ctx.hb is not None and ctx.needs_input_grad[4]:
             db, Sb = deliver_rows(groups, ctx.hb, Gs)
-        return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 5
+        return (dx, cast(dW, ctx.hw), S, cast(db, ctx.hb), Sb) + (None,) * 5
 
 
-def cast(grad: Tensor | None, like: Tensor) -> Tensor | None:
+def cast(grad: Tensor | None, handle: Handle) -> Tensor | None:
     """A gradient in the dtype of what it is the gradient of."""
-    return None if grad is None else grad.to(like.dtype)
+    return grad if grad is None or grad.dtype == handle.dtype else grad.to(handle.dtype)
+
+
+def plain(w: Any) -> Any:
+    """A parameter as it is to be saved: in a backward each use of it would ask its dispatcher."""
+    return w if w is None or torch.compiler.is_compiling() else w.detach()
 
 
 class RoutedLinear(Function):
@@ -247,7 +263,7 @@ class RoutedLinear(Function):
             else:
                 ctx.hb.arrive()
                 db, Sb = sum_square(sums, groups.c)
-        return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 5
+        return (dx, cast(dW, ctx.hw), S, cast(db, ctx.hb), Sb) + (None,) * 5
 
 
 class Conv(Function):
@@ -266,12 +282,13 @@ class Conv(Function):
         hw: Any,
         hb: Any,
     ) -> Tensor:
-        ctx.save_for_backward(x, w)
+        weight = w.to(x.dtype)  # autocast knows conv2d, but not the one below: the weights follow x
+        ctx.save_for_backward(x, w if torch.compiler.is_compiling() else weight.detach())
         ctx.groups, ctx.geo, ctx.hw, ctx.hb = groups, geo, hw, hb
         b = None if b is None else b.to(x.dtype)
-        return torch.convolution(  # autocast knows conv2d, but not this one: the weights follow x
+        return torch.convolution(
             x,
-            w.to(x.dtype),
+            weight,
             b,
             geo.stride,
             geo.padding,
@@ -299,7 +316,7 @@ class Conv(Function):
             dW, S = deliver(groups, ctx.hw, args, conv_square, conv_groups)
         if ctx.hb is not None and ctx.needs_input_grad[4]:
             db, Sb = deliver_places(groups, ctx.hb, Gs)
-        return (dx, cast(dW, w), S, db if db is None else db.to(ctx.hb.dtype), Sb) + (None,) * 4
+        return (dx, cast(dW, ctx.hw), S, cast(db, ctx.hb), Sb) + (None,) * 4
 
 
 class Embedding(Function):
@@ -381,10 +398,10 @@ class LayerNorm(Function):
         if hw is not None:
             t = g * ((x - mean) * rstd)
             dW, S = deliver_sums(groups, hw, [p.sum(1) for p in groups.split(t, ctx.axis, event)])
-            dW = cast(dW, w)
+            dW = cast(dW, hw)
         if hb is not None:
             db, Sb = deliver_sums(groups, hb, [p.sum(1) for p in groups.split(g, ctx.axis, event)])
-            db = cast(db, b)
+            db = cast(db, hb)
         return (dx, dW, S, db, Sb) + (None,) * 6
 
 
@@ -428,13 +445,7 @@ class Affine(Function):
             dW, S = deliver_places(groups, ctx.hw, groups.stack(_spatial(g * x), 0))
         if ctx.hb is not None and ctx.needs_input_grad[4]:
             db, Sb = deliver_places(groups, ctx.hb, groups.stack(_spatial(g), 0))
-        return (
-            dx,
-            dW if ctx.hw is None or dW is None else dW.to(ctx.hw.dtype),
-            S,
-            db if ctx.hb is None or db is None else db.to(ctx.hb.dtype),
-            Sb,
-        ) + (None,) * 3
+        return (dx, cast(dW, ctx.hw), S, cast(db, ctx.hb), Sb) + (None,) * 3
 
 
 class GhostNorm(Function):
@@ -457,20 +468,17 @@ class GhostNorm(Function):
         hw: Any,
         hb: Any,
     ) -> Tensor:
-        ctx.save_for_backward(x, mean, rstd, w)
+        ctx.save_for_backward(x, mean, rstd, plain(w))
         ctx.groups, ctx.hw, ctx.hb = groups, hw, hb
-        parts = zip(groups.parts, groups.pieces(x), strict=True)
-        return join([batch_norm.normalise(xs, mean[p.lo : p.hi], rstd[p.lo : p.hi], w, b) for p, xs in parts])
+        parts = zip(groups.pieces(x), groups.cut(mean), groups.cut(rstd), strict=True)
+        return join([batch_norm.normalise(xs, mu, r, w, b) for xs, mu, r in parts])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, mean, rstd, w = ctx.saved_tensors
         groups = ctx.groups
-        parts = zip(groups.parts, groups.pieces(g), groups.pieces(x), strict=True)
-        made = [
-            batch_norm.backward(gs, xs, mean[p.lo : p.hi], rstd[p.lo : p.hi], w, groups.coefficients(p))
-            for p, gs, xs in parts
-        ]
+        parts = zip(groups.parts, groups.pieces(g), groups.pieces(x), groups.cut(mean), groups.cut(rstd), strict=True)
+        made = [batch_norm.backward(gs, xs, mu, r, w, groups.coefficients(p)) for p, gs, xs, mu, r in parts]
         dx, each, pairs = zip(*made, strict=True)
         grads = deliver_both(*wanted(ctx, 4, 6), each, pairs)
         return (join(dx) if ctx.needs_input_grad[0] else None, None, None, *grads, None, None, None)

@@ -87,6 +87,10 @@ class Groups:
         times = x.shape[0] // self.batch
         return [x[p.first * times : p.last * times] for p in self.parts]
 
+    def cut(self, t: Tensor) -> list[Tensor]:
+        """Per part, its groups of t, whose groups are first."""
+        return [t] if len(self.parts) == 1 else [t[p.lo : p.hi] for p in self.parts]
+
     def merge(self, parts: list[Tensor], axis: int) -> Tensor:
         """The inverse of `stack`."""
         rows = [y.flatten(0, 1) for y in parts]

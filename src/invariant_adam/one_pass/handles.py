@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,16 @@ from ..kernels.gemm_square import wide
 from .groups import UnsupportedUse
 from .pair import Taker
 
+if TYPE_CHECKING:
+    from .engine import Engine
+
 _keys = count()
+
+
+class State:
+    """The open engine, if any."""
+
+    engine: Engine | None = None
 
 
 class Entry:
@@ -47,6 +56,7 @@ class Entry:
         self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
         self.hooks = 0  # on the parameter after a gradient, known to be this package's
+        self.handle: tuple[Tensor, Handle] | None = None  # of its one use, and the companion it was made with: kept
         self.taker: Taker | None = None  # who wants its pairs as they are made
         self.watcher: Callable[[Entry], None] | None = None  # told of each gradient, while a context is open
         self.companion.register_post_accumulate_grad_hook(self._fire)
@@ -98,8 +108,6 @@ class Entry:
         return self.param.grad is None and self.companion.grad is None
 
     def _fire(self, _: Tensor) -> None:
-        from .dispatch import State
-
         if State.engine is None:
             raise RuntimeError(
                 f"{self.name}: a backward of one_pass ran after its context was closed, where the gradient of a whole "
@@ -133,7 +141,7 @@ class Handle:
         # each.
         self.resize = resize
         self.direct = direct  # the parameter itself, used once
-        self.into = False  # its pair goes to the optimizer as it is made: see `into`
+        self.into = False  # its pair goes to the optimizer as it is made (see `into`), as its last use says
         self.dtype = value.dtype
         self.square_dtype = wide(value.dtype)
 

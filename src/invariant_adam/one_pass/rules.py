@@ -42,17 +42,20 @@ def parts(engine: Engine, h: Handle | None, plain: Any, ticket: int | None = 0) 
         return plain, None
     if not h.grouped:
         engine.count(h)
-        waits = torch.compiler.is_compiling() and h.value.ndim < 2 and h.value.numel() < SMALL
-        if engine.into and h.direct and ticket is not None and not waits:
-            h.into = True
+        h.into = engine.into and h.direct and ticket is not None and not _waits(h.value)
+        if h.into and ticket is not None:
             return h.value, engine.ticket(h.value.device, ticket)
     return h.value, h.tag
 
 
-def _varies(engine: Engine, *tensors: Any) -> bool:
-    """Whether a tensor that should be a parameter comes from the batch (or x from parameters
-    alone)."""
-    return any(isinstance(t, Tensor) and not engine.holds(t) and t.requires_grad for t in tensors)
+def _waits(p: Tensor) -> bool:
+    """Whether the pair of a parameter is to be returned like a gradient, though a sink is open: see `into.SMALL`."""
+    return torch.compiler.is_compiling() and p.ndim < 2 and p.numel() < SMALL
+
+
+def _varies(*tensors: tuple[Any, Handle | None]) -> bool:
+    """Whether a tensor that should be a parameter, and so have a handle, comes from the batch."""
+    return any(h is None and isinstance(t, Tensor) and t.requires_grad for t, h in tensors)
 
 
 def linear_with(
@@ -66,7 +69,7 @@ def linear_with(
 ) -> Any:
     """y = x wᵀ + b (x w + b with `flip`), the batch of x at `axis` or found."""
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
-    if engine.holds(x) or weight.ndim != 2 or x.ndim < 2 or _varies(engine, weight, bias):
+    if engine.holds(x) or weight.ndim != 2 or x.ndim < 2 or _varies((weight, hw), (bias, hb)):
         return NotImplemented
     if axis is None:
         place = engine.place(x, 1, name, (hw, hb), routed=True)
@@ -136,7 +139,7 @@ def _convolve(
     output_padding: Any = 0,
 ) -> Any:
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
-    if engine.holds(x) or _varies(engine, weight, bias):
+    if engine.holds(x) or _varies((weight, hw), (bias, hb)):
         return NotImplemented
     n = weight.ndim - 2
     if x.ndim != n + 2:
@@ -297,7 +300,7 @@ def layer_norm(
     """Layer norm over the last dimensions."""
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     shape = tuple(normalized_shape)
-    if engine.holds(input) or _varies(engine, weight, bias):
+    if engine.holds(input) or _varies((weight, hw), (bias, hb)):
         return NotImplemented
     place = engine.place(input, len(shape), "layer_norm", (hw, hb))
     if place is None:
@@ -334,9 +337,9 @@ def _channel_affine(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any
 
 def _channel_place(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any) -> bool:
     """Whether x is a batch of channel tensors that a channel norm's rule can serve."""
-    if engine.holds(x) or _varies(engine, weight, bias):
-        return False
     held = (engine.handle_of(weight), engine.handle_of(bias))
+    if engine.holds(x) or _varies((weight, held[0]), (bias, held[1])):
+        return False
     return engine.place(x, x.ndim - 1, name, held) is not None
 
 
