@@ -3,14 +3,22 @@
     PYTHONPATH=src python benchmarks/conv_square.py --json benchmarks/results/conv_square_h200.json
 
 ResNet-18 on 32×32 (B=800, M=25) and ResNet-50 on 224×224 (B=64, M=8), bfloat16, channels last, random operands, the
-cache flushed before each run, medians. Batch norm is timed forward and backward. Errors are checked against the
-library's gradients of the groups. `--tune` times the candidates of each convolution instead.
+cache flushed before each run, medians. Each convolution is tuned first, over all its ways (see `conv_ways`), for this
+run alone unless INVARIANT_ADAM_CACHE names a folder; the row says which way won, and what the others cost. Batch norm
+is timed forward and backward. Errors are checked against the library's gradients of the groups. The file is written
+after each row.
+
+Most of the time would go into compiling: processes (`--jobs`) do that beforehand, side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import statistics
+import tempfile
+import time
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -18,9 +26,10 @@ from pathlib import Path
 import torch
 
 from invariant_adam.kernels import batch_norm_triton as norm
-from invariant_adam.kernels import conv_square_triton as fused
+from invariant_adam.kernels import conv_ways as ways
+from invariant_adam.kernels import tuning
 from invariant_adam.kernels.batch_norm import running
-from invariant_adam.kernels.conv_square import Geometry, conv_backward, conv_square, is_pointwise
+from invariant_adam.kernels.conv_square import Geometry, conv_backward
 from invariant_adam.lab import record, timing
 
 # times, input channels, output channels, input pixels a side, kernel, stride
@@ -73,12 +82,14 @@ def random(*shape):
     return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
 
 
-def layer(batch, micro, inner, out, pixels, kernel, stride):
-    """G and X of a layer, whole, and its geometry."""
+def layer(model, inner, out, pixels, kernel, stride):
+    """G and X of a layer, (κ, M, ...), and its geometry."""
+    _, batch, micro = MODELS[model]
     pad = kernel // 2
     side = (pixels + 2 * pad - kernel) // stride + 1
     geo = Geometry((out, inner, kernel, kernel), (stride,) * 2, (pad,) * 2, (1, 1), False, (0, 0), 1, True)
-    return random(batch, out, side, side), random(batch, inner, pixels, pixels), geo
+    shapes = (out, side, side), (inner, pixels, pixels)
+    return *(random(batch, *shape).unflatten(0, (batch // micro, micro)) for shape in shapes), geo
 
 
 def error(G, X, geo, D, S):
@@ -92,53 +103,63 @@ def error(G, X, geo, D, S):
     return [float(f"{((a - b).norm() / b.norm()).item():.1e}") for a, b in ((D, want_d), (S, want_s))]
 
 
-def convolutions(model, tune):
+def once(work):
+    """A timer that takes no time: for processes that only compile."""
+    work()
+    return 0.0
+
+
+def compile_layer(model, shape):
+    """Run every candidate of a layer once, which leaves its kernels in Triton's cache."""
+    tuning._milliseconds = once
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["INVARIANT_ADAM_CACHE"] = folder
+        ways.best(*layer(model, *shape))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def compile_all(models, jobs):
+    start = time.perf_counter()
+    work = [(model, shape) for model in models for _, *shape in MODELS[model][0]]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        pool.starmap(compile_layer, work, chunksize=1)
+    print(f"compiled {len(work)} layers in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def convolutions(model):
     """Rows of one network: each layer's time over the library's, and all of them."""
-    layers, batch, micro = MODELS[model]
-    rows, plain_all, ours_all = [], 0.0, 0.0
-    for times, *shape in layers:
-        g, x, geo = layer(batch, micro, *shape)
-        G, X = (t.unflatten(0, (batch // micro, micro)) for t in (g, x))
+    plain_all, ours_all = 0.0, 0.0
+    for times, *shape in MODELS[model][0]:
+        start = time.perf_counter()
+        G, X, geo = layer(model, *shape)
+        g, x = (t.flatten(0, 1) for t in (G, X))
         weight = random(*geo.weight)
-        tuned = tune and not is_pointwise(geo)
-        work = {
-            "plain": partial(conv_backward, g, x, weight, geo, [False, True, False]),
-            "ours": partial(conv_square, G, X, geo),
-        }
-        if tuned:
-            del work["ours"]
-            for config in dict.fromkeys(fused.candidates(geo, (micro, *g.shape[2:]), g.dtype)):
-                work[config] = partial(fused.conv_square, G, X, geo, config=config)
-                try:
-                    work[config]()
-                except Exception as problem:  # a configuration may not fit the chip
-                    print(config, type(problem).__name__, str(problem)[:80])
-                    del work[config]
-        ms = timed(work, 11)
-        plain = ms.pop("plain")
-        best = sorted(ms.items(), key=lambda item: item[1])
-        wrong = error(G, X, geo, *conv_square(G, X, geo))
+        work = {"plain": partial(conv_backward, g, x, weight, geo, [False, True, False])}
+        chosen = ways.best(G, X, geo)
+        for config in [chosen, *ways.candidates(G, X, geo)]:  # of the other ways, the first configuration
+            if config.way not in work:
+                work[config.way] = partial(ways.conv_square, G, X, geo, config=config)
+        ms = timed(work, 7)
+        plain, ours = ms.pop("plain"), ms[chosen.way]
+        wrong = error(G, X, geo, *ways.conv_square(G, X, geo))
         assert max(wrong) < 1e-2, (shape, wrong)
-        plain_all, ours_all = plain_all + times * plain, ours_all + times * best[0][1]
-        row = {
+        plain_all, ours_all = plain_all + times * plain, ours_all + times * ours
+        yield {
             "model": model, "times": times, "inner": shape[0], "out": shape[1], "pixels": shape[2],
             "kernel": shape[3], "stride": shape[4], "plain_ms": round(plain, 4),
             "plain_tflops": round(2 * g.numel() * geo.weight[1] * shape[3] ** 2 / plain / 1e9, 1),
-            "ratio": round(best[0][1] / plain, 3), "error": wrong,
+            "way": chosen.way, "ratio": round(ours / plain, 3), "errors": wrong,
+            "ways": {way: round(t / plain, 3) for way, t in ms.items()}, "config": list(chosen),
+            "seconds": round(time.perf_counter() - start, 1),
         }  # fmt: skip
-        if tuned:
-            row["best"] = [(tuple(config), round(t / plain, 3)) for config, t in best[:4]]
-        print(row, flush=True)
-        rows.append(row)
-    rows.append({"model": model, "all_plain_ms": round(plain_all, 3), "ratio": round(ours_all / plain_all, 3)})
-    print(rows[-1], flush=True)
-    return rows
+    yield {"model": model, "all_plain_ms": round(plain_all, 3), "ratio": round(ours_all / plain_all, 3)}
 
 
 def norms(model):
     """Rows of one network's batch norms: forward and backward over the library's."""
     _, batch, micro = MODELS[model]
-    kappa, rows, all_ms = batch // micro, [], {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
+    kappa, all_ms = batch // micro, {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
     for times, channels, pixels in NORMS[model]:
         x, g = (random(batch, channels, pixels, pixels) for _ in range(2))
         w, b, mean, var = (torch.rand(channels, device="cuda") for _ in range(4))
@@ -166,33 +187,38 @@ def norms(model):
             row |= {f"{way}_ms": round(ms[way], 4), f"{way}_ratio": round(ms["ours " + way] / ms[way], 3)}
             total[0] += times * ms[way]
             total[1] += times * ms["ours " + way]
-        print(row, flush=True)
-        rows.append(row)
-    rows.append({"model": model, "norms": True})
+        yield row
+    last = {"model": model, "norms": True}
     for way, (plain, ours) in all_ms.items():
-        rows[-1] |= {f"all_{way}_ms": round(plain, 3), f"{way}_ratio": round(ours / plain, 3)}
-    print(rows[-1], flush=True)
-    return rows
+        last |= {f"all_{way}_ms": round(plain, 3), f"{way}_ratio": round(ours / plain, 3)}
+    yield last
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="one network only")
-    parser.add_argument("--tune", action="store_true", help="time the candidates of each layer")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile beforehand; 0: none")
+    parser.add_argument("--json", type=Path, help="write the result here, after each row")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     models = [args.model] if args.model else list(MODELS)
-    rows = [row for model in models for row in convolutions(model, args.tune)]
-    if not args.tune:
-        rows += [row for model in models for row in norms(model)]
+    os.environ["INVARIANT_ADAM_TUNE"] = "1"
+    if args.jobs:
+        compile_all(models, args.jobs)
+    os.environ.setdefault("INVARIANT_ADAM_CACHE", tempfile.mkdtemp())
+    result = {
+        "benchmark": "conv_square and ghost batch norm over the library's calls, bfloat16, channels last",
+        "command": "python benchmarks/conv_square.py" + (f" --model {args.model}" if args.model else ""),
+    }
+    result |= record.environment(torch.device("cuda")) | {"date": date.today().isoformat(), "rows": []}
+    for work in (convolutions, norms):
+        for model in models:
+            for row in work(model):
+                print(row, flush=True)
+                result["rows"].append(row)
+                if args.json:
+                    record.write_json(args.json, result)
     if args.json:
-        head = {
-            "benchmark": "conv_square and ghost batch norm over the library's calls, bfloat16, channels last",
-            "command": "python benchmarks/conv_square.py" + (f" --model {args.model}" if args.model else ""),
-        }
-        made = record.environment(torch.device("cuda")) | {"date": date.today().isoformat(), "rows": rows}
-        record.write_json(args.json, head | made)
         print(f"wrote {args.json}")
 
 

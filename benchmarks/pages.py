@@ -194,17 +194,30 @@ def gemm_rows():
 
 def conv_rows():
     for name, result, _ in measured("conv_square_h200"):
-        yield "| layers | channels | image | kernel, stride | library's gradient, ms | with squares, time over it |"
-        yield "|---|---|---|---|---|---|"
-        for row in result["rows"]:
-            if "inner" in row:
-                cells = [str(row["times"]), f"{row['inner']} → {row['out']}", f"{row['pixels']}²"]
-                cells += [f"{row['kernel']}×{row['kernel']}, {row['stride']}", f"{row['plain_ms']:.3f}"]
-                yield "| " + " | ".join([*cells, f"{row['ratio']:.2f}"]) + " |"
-            else:
-                yield f"| all | | | | {row['all_plain_ms']:.2f} | {row['ratio']:.2f} |"
-        yield ""
+        for model, rows in by_model(result["rows"]):
+            sizes = {"resnet18": "800 images of 32², M = 25", "resnet50": "64 images of 224², M = 8"}[model]
+            yield f"{NAMES[model].partition(',')[0]}, {sizes}:"
+            yield ""
+            yield "| layers | channels | image | kernel, stride | library's gradient, ms | with squares | way |"
+            yield "|---|---|---|---|---|---|---|"
+            for row in rows:
+                if "inner" in row:
+                    cells = [str(row["times"]), f"{row['inner']} → {row['out']}", f"{row['pixels']}²"]
+                    cells += [f"{row['kernel']}×{row['kernel']}, {row['stride']}", f"{row['plain_ms']:.3f}"]
+                    yield "| " + " | ".join([*cells, f"{row['ratio']:.2f}×", row.get("way", "")]) + " |"
+                elif "all_plain_ms" in row:
+                    yield f"| all | | | | {row['all_plain_ms']:.2f} | {row['ratio']:.2f}× | |"
+            yield ""
         yield f"(`{result['command']}`, kept as `{name}.json`.)"
+
+
+def by_model(rows):
+    """The rows of each model's convolutions, in the order in which they came."""
+    found = {}
+    for row in rows:
+        if "inner" in row or "all_plain_ms" in row:
+            found.setdefault(row["model"], []).append(row)
+    return found.items()
 
 
 def peers_rows():

@@ -323,12 +323,11 @@ def implicit(
     partial = None
     if split or pieces > 1:
         partial = torch.empty(rest * pieces, 1 if split else 2, config.bm, config.bn, device=G.device)
-    fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
-    if into is not None:
-        fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
+    nothing: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
+    fold = nothing if into is None else (into.slots, into.count, *into.keep, *into.gain, LIMIT)
     common = {
         "CI": inner, "KH": kh, "KW": kw, "BM": config.bm, "BN": config.bn,
-        "FLAT": flat, "HAS_C": c is not None, "SPLIT": split, "INTO": into is not None,
+        "FLAT": flat, "HAS_C": c is not None, "SPLIT": split,
     }  # fmt: skip
     taps = {
         "XW": X.shape[1], "H": X.shape[2], "W": X.shape[3], "HO": G.shape[2], "WO": G.shape[3],
@@ -340,15 +339,15 @@ def implicit(
     }  # fmt: skip
     _conv_square[(whole + rest * pieces,)](
         *operands, c, D, S, partial, out, rows, kappa, images, steps, G.shape[1], whole, rest, size, parts,
-        *D.stride(), *fold, **common, **taps,
-        DESCRIPTORS=aligned[0], BOXES=load is not None,
+        *D.stride(), *(nothing if split else fold), **common, **taps,
+        DESCRIPTORS=aligned[0], BOXES=load is not None, INTO=into is not None and not split,
         PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
     )  # fmt: skip
     if partial is not None:
         at_once = min(32, next_power_of_2(max(1, parts)))
         _finish[(rest, config.bm * config.bn // 128)](
             partial, c, D, S, out, kappa, whole, rest, pieces, parts, *D.stride(), *fold, **common,
-            K=32 // at_once, P=at_once, E=128, num_warps=4,
+            INTO=into is not None, K=32 // at_once, P=at_once, E=128, num_warps=4,
         )  # fmt: skip
 
 
