@@ -195,6 +195,7 @@ def matrices(task: Task) -> tuple[Tensor, Tensor]:
         many = math.prod(geo.weight[1:])
         columns = X.new_empty(*places, cdiv(many, 8) * 8)
         columns[..., :many].unflatten(-1, found.shape[3:]).copy_(found)
+        columns[..., many:] = 0.0
     return G.permute(0, 2, 3, 1).reshape(kappa, -1, G.shape[1]), columns.view(kappa, -1, columns.shape[-1])
 
 
