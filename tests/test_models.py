@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from loop_oracle import assert_exact
 
-from invariant_adam.lab.models import MODELS, build
+from invariant_adam.lab.models import MODELS, LayerNorm2d, build
 
 SMALL = {
     "gpt": ("gpt-char", {"vocab": 11, "context": 6, "width": 8, "depth": 2, "heads": 2}),
@@ -87,3 +87,19 @@ def test_what_cannot_be_built_is_said_with_its_remedy():
         build("vit-cifar", patch=7)
     with pytest.raises(ValueError, match=r'norm must be "batch" or "layer", got \'group\''):
         build("resnet18", norm="group")
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_layer_norm_is_a_group_norm_of_one_group_and_keeps_the_order_of_memory(memory_format):
+    torch.manual_seed(0)
+    ours, theirs = LayerNorm2d(8).double(), torch.nn.GroupNorm(1, 8).double()
+    with torch.no_grad():
+        ours.weight.normal_()
+        ours.bias.normal_()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(6, 8, 5, 4, dtype=torch.float64).contiguous(memory_format=memory_format).requires_grad_()
+    torch.testing.assert_close(ours(x), theirs(x))
+    if memory_format is torch.channels_last:
+        assert ours(x).is_contiguous(memory_format=memory_format)
+    grads = [torch.autograd.grad(norm(x).square().sum(), [x, *norm.parameters()]) for norm in (ours, theirs)]
+    torch.testing.assert_close(*grads)

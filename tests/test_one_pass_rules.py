@@ -44,6 +44,15 @@ def bags(s: Call, x: Tensor) -> Tensor:
     return s.m[1](s.m[0](x))
 
 
+class ScaleAndShift(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(rnd(width)), nn.Parameter(rnd(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.bias, x, self.weight)
+
+
 CASES = {
     "linear": lambda: (nn.Linear(5, 4), rnd(B, 5)),
     "linear_no_bias": lambda: (nn.Linear(5, 4, bias=False), rnd(B, 5)),
@@ -78,6 +87,8 @@ CASES = {
     "layer_norm_no_bias": lambda: (seq(nn.Linear(5, 5), nn.LayerNorm(5, bias=False)), rnd(B, 5)),
     "rms_norm": lambda: (seq(nn.Linear(5, 5), nn.RMSNorm(5)), rnd(B, 7, 5)),
     "group_norm": lambda: (seq(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6)), rnd(B, 4, 5, 5)),
+    "scale_and_shift": lambda: (seq(nn.Linear(4, 6), ScaleAndShift(6)), rnd(B, 5, 4)),
+    "scale_and_shift_flat": lambda: (seq(nn.Linear(4, 6), ScaleAndShift(6)), rnd(B, 4)),
     "group_norm_flat": lambda: (seq(nn.Linear(4, 6), nn.GroupNorm(2, 6)), rnd(B, 4)),
     "instance_norm": lambda: (seq(nn.Conv2d(4, 6, 3), nn.InstanceNorm2d(6, affine=True)), rnd(B, 4, 5, 5)),
     "batch_norm_eval": lambda: (seq(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).eval(), rnd(B, 4, 5, 5)),

@@ -170,7 +170,7 @@ class ResNet(nn.Module):
         width: channels of the first stage; each later one has twice as many.
         bottleneck: whether blocks are bottlenecks.
         classes: outputs.
-        norm: "batch", or "layer": over all of a sample, a group norm of one group.
+        norm: "batch", or "layer": `LayerNorm2d`.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ResNet(nn.Module):
         if norm not in ("batch", "layer"):
             raise ValueError(f'norm must be "batch" or "layer", got {norm!r}')
         self.image, self.classes = image, classes
-        normed = nn.BatchNorm2d if norm == "batch" else _layer_norm
+        normed: Callable[[int], nn.Module] = nn.BatchNorm2d if norm == "batch" else LayerNorm2d
         small = image <= 64
         stem = [_conv(3, width, 3 if small else 7, 1 if small else 2), normed(width), nn.ReLU()]
         self.stem = nn.Sequential(*stem, *([] if small else [nn.MaxPool2d(3, 2, 1)]))
@@ -209,8 +209,23 @@ def _conv(inner: int, outer: int, kernel: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(inner, outer, kernel, stride, kernel // 2, bias=False)
 
 
-def _layer_norm(channels: int) -> nn.Module:
-    return nn.GroupNorm(1, channels)
+class LayerNorm2d(nn.Module):
+    """Layer norm over all of a sample, with a weight and a bias per channel: `nn.GroupNorm(1, channels)`.
+
+    What is normalised over everything does not mind the order of memory, so that channels-last activations stay as they
+    are; torch's group norm copies them, forth and back.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x (B, channels, height, width) normalised."""
+        rows = x.permute(0, 2, 3, 1)
+        normed = F.group_norm(rows.flatten(1).unsqueeze(1), 1, None, None, self.eps).view(rows.shape)
+        return torch.addcmul(self.bias, normed, self.weight).permute(0, 3, 1, 2)
 
 
 def _divisor(size: int, near: int) -> int:

@@ -51,7 +51,7 @@ RULES = {
 ALGORITHMS = tuple(RULES)
 KEPT_BYTES = 8 << 30  # of epochs made on a GPU and kept for the next run; on the CPU one epoch is kept
 TEST_BATCH = 1_000  # samples
-AHEAD = 2  # updates that the host may be ahead of the device, so that runs on one device take turns
+AHEAD = 8  # updates that the host may be ahead of the device, so that runs on one device take turns
 
 
 class Task(NamedTuple):

@@ -359,6 +359,22 @@ def group_norm(
     return _channel_affine(engine, "group_norm", F.group_norm(input, num_groups, None, None, eps), weight, bias)
 
 
+@rule("addcmul")
+def addcmul(engine: Engine, func: Any, input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    """A bias plus x times a weight, both along the last dimension of x: the end of a norm that a model writes out."""
+    vectors = all(isinstance(v, Tensor) and v.ndim == 1 for v in (input, tensor2))
+    if value != 1 or not vectors or not engine.holds(input) or not engine.holds(tensor2) or tensor1.ndim < 2:
+        return NotImplemented
+    x = tensor1.movedim(-1, 1)
+    if (
+        x.shape[1] != len(input)
+        or len(input) != len(tensor2)
+        or not _channel_place(engine, "addcmul", x, tensor2, input)
+    ):
+        return NotImplemented
+    return _channel_affine(engine, "addcmul", x, tensor2, input).movedim(1, -1)
+
+
 @rule("instance_norm")
 def instance_norm(
     engine: Engine,
