@@ -26,13 +26,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .adam import Target
 from .adam_triton import LIMIT
 from .conv_square import Geometry
 from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _round_tf32, _stages
-from .launch import cdiv, next_power_of_2
+from .launch import Launch, Tiles, cdiv, next_power_of_2
 
 
 class Config(NamedTuple):
@@ -284,71 +283,111 @@ def implicit(
         S: of the same strides.
         into: how they are folded.
     """
-    images = G.shape[0] // kappa
-    out, inner, kh, kw = geo.weight
-    out //= geo.groups
-    rows = images * G.shape[2] * G.shape[3]
-    flat = inner < config.bn
-    across = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
-    tiles = geo.groups * cdiv(out, config.bm) * across
     # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
-    aligned = [
-        _has_tile_loads(G.device) and t.shape[1] // geo.groups * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
-        for t in (G, X)
-    ]
-    load = None
-    if config.boxes and all(aligned) and not flat and boxed(geo, X):
-        load = box(config.bk, images, *G.shape[2:])
-    steps = cdiv(rows, config.bk)
-    operands: list[Any] = [G, X]
-    by, strips = (1, 1, 1), False
-    if load is not None:
-        by, strips = load
-        steps = cdiv(images, by[0]) * cdiv(G.shape[2], by[1]) * cdiv(G.shape[3], by[2])
-        n, wide, height, width = X.shape
-        sy, sx = geo.stride
-        strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
-        operands[1] = TensorDescriptor.from_tensor(strided, [*by[:2], 1, by[2], config.bn])
-    if strips:
-        operands[0] = TensorDescriptor.from_tensor(G.permute(0, 2, 3, 1).flatten(0, 1), [1, config.bk, config.bm])
-    elif aligned[0]:
-        matrix = G.permute(0, 2, 3, 1).view(kappa, rows, -1)
-        operands[0] = TensorDescriptor.from_tensor(matrix, [1, config.bk, config.bm])
-    whole, size, parts = divide(tiles, kappa, rows, config, _multiprocessors(G.device))
-    rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
-    if split:
-        size = cdiv(steps, parts)
-        parts = cdiv(steps, size)
-        pieces = kappa * parts
-    partial = None
-    if split or pieces > 1:
-        partial = torch.empty(rest * pieces, 1 if split else 2, config.bm, config.bn, device=G.device)
+    aligned = G.data_ptr() % 16 == 0, X.data_ptr() % 16 == 0
+    key = (geo, G.shape, X.shape, kappa, G.dtype, G.device, aligned, config)
+    p = _plans.get(key)
+    if p is None:
+        p = _plans[key] = Plan(G, X, geo, kappa, config)
+    partial = None if p.partial is None else torch.empty(p.partial, device=G.device)
     nothing: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
     fold = nothing if into is None else (into.slots, into.count, *into.keep, *into.gain, LIMIT)
-    common = {
-        "CI": inner, "KH": kh, "KW": kw, "BM": config.bm, "BN": config.bn,
-        "FLAT": flat, "HAS_C": c is not None, "SPLIT": split,
-    }  # fmt: skip
-    taps = {
-        "XW": X.shape[1], "H": X.shape[2], "W": X.shape[3], "HO": G.shape[2], "WO": G.shape[3],
-        "SY": geo.stride[0], "SX": geo.stride[1], "PY": geo.padding[0], "PX": geo.padding[1],
-        "DY": geo.dilation[0], "DX": geo.dilation[1],
-        "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips,
-        "num_warps": config.warps,
-        "num_stages": _stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
-    }  # fmt: skip
-    _conv_square[(whole + rest * pieces,)](
-        *operands, c, D, S, partial, out, rows, kappa, images, steps, G.shape[1], whole, rest, size, parts,
-        *D.stride(), *(nothing if split else fold), **common, **taps,
-        DESCRIPTORS=aligned[0], BOXES=load is not None, INTO=into is not None and not split,
-        PRECISION="tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
-    )  # fmt: skip
-    if partial is not None:
+    start, finish = p.launches(D.stride(), c is not None, into is not None)
+    g, x = G if p.of_g is None else p.of_g.of(G), X if p.of_x is None else p.of_x.of(X)
+    start(g, x, c, D, S, partial, *(nothing if p.split else fold))
+    if finish is not None:
+        finish(partial, c, D, S, *fold)
+
+
+# What the shapes and the alignment of a layer's operands are, and its configuration -> its plan, kept from update to
+# update.
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+class Plan:
+    """What the shapes and the alignment of the operands, and a configuration, fix of the launches.
+
+    Args: as of `implicit`.
+    """
+
+    def __init__(self, G: Tensor, X: Tensor, geo: Geometry, kappa: int, config: Config) -> None:
+        (n, wide, height, width), (high, across) = X.shape, G.shape[2:]
+        images = n // kappa
+        out, inner, kh, kw = geo.weight
+        out //= geo.groups
+        rows = images * high * across
+        flat = inner < config.bn
+        columns = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
+        tiles = geo.groups * cdiv(out, config.bm) * columns
+        loads = [
+            _has_tile_loads(G.device)
+            and t.shape[1] // geo.groups * t.element_size() % 16 == 0
+            and t.data_ptr() % 16 == 0
+            for t in (G, X)
+        ]
+        load = None
+        if config.boxes and all(loads) and not flat and boxed(geo, X):
+            load = box(config.bk, images, high, across)
+        steps = cdiv(rows, config.bk)
+        self.of_g: Tiles | None = None  # how G and X are loaded; None: by address
+        self.of_x: Tiles | None = None
+        by, strips = (1, 1, 1), False
+        if load is not None:
+            by, strips = load
+            steps = cdiv(images, by[0]) * cdiv(high, by[1]) * cdiv(across, by[2])
+            sy, sx = geo.stride
+            strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
+            self.of_x = Tiles(strided, [*by[:2], 1, by[2], config.bn])
+        if strips:
+            self.of_g = Tiles(G.permute(0, 2, 3, 1).flatten(0, 1), [1, config.bk, config.bm])
+        elif loads[0]:
+            self.of_g = Tiles(G.permute(0, 2, 3, 1).view(kappa, rows, -1), [1, config.bk, config.bm])
+        whole, size, parts = divide(tiles, kappa, rows, config, _multiprocessors(G.device))
+        rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
+        if split:
+            size = cdiv(steps, parts)
+            parts = cdiv(steps, size)
+            pieces = kappa * parts
+        self.split = split  # the first kernel leaves products only: the second folds
+        self.partial = (rest * pieces, 1 if split else 2, config.bm, config.bn) if split or pieces > 1 else None
+        self.common = {
+            "CO": out, "KAPPA": kappa, "whole": whole, "rest": rest, "parts": parts,
+            "CI": inner, "KH": kh, "KW": kw, "BM": config.bm, "BN": config.bn, "FLAT": flat, "SPLIT": split,
+        }  # fmt: skip
+        self.taps = {
+            "R": rows, "IMAGES": images, "STEPS": steps, "GW": G.shape[1], "size": size,
+            "XW": wide, "H": height, "W": width, "HO": high, "WO": across,
+            "SY": geo.stride[0], "SX": geo.stride[1], "PY": geo.padding[0], "PX": geo.padding[1],
+            "DY": geo.dilation[0], "DX": geo.dilation[1],
+            "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips,
+            "DESCRIPTORS": loads[0], "BOXES": load is not None,
+            "num_warps": config.warps,
+            "num_stages": _stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
+        }  # fmt: skip
         at_once = min(32, next_power_of_2(max(1, parts)))
-        _finish[(rest, config.bm * config.bn // 128)](
-            partial, c, D, S, out, kappa, whole, rest, pieces, parts, *D.stride(), *fold, **common,
-            INTO=into is not None, K=32 // at_once, P=at_once, E=128, num_warps=4,
-        )  # fmt: skip
+        self.last = {"pieces": pieces, "K": 32 // at_once, "P": at_once, "E": 128, "num_warps": 4}
+        self.grids = (whole + rest * pieces,), (rest, config.bm * config.bn // 128)
+        self.found: dict[tuple[Any, ...], tuple[Launch, Launch | None]] = {}
+
+    def launches(self, strides: tuple[int, ...], weighted: bool, into: bool) -> tuple[Launch, Launch | None]:
+        """The kernel, and the one that adds up pieces where there are any.
+
+        Args:
+            strides: of the results.
+            weighted: whether squares have coefficients.
+            into: whether the results are folded into moments.
+        """
+        precision = "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+        key = (strides, weighted, into, precision)
+        if key not in self.found:
+            common = self.common | dict(zip(("s0", "s1", "s2", "s3"), strides, strict=True))
+            common["HAS_C"] = weighted
+            start = Launch(
+                _conv_square, self.grids[0], **common, **self.taps, INTO=into and not self.split, PRECISION=precision
+            )
+            finish = None if self.partial is None else Launch(_finish, self.grids[1], **common, **self.last, INTO=into)
+            self.found[key] = start, finish
+        return self.found[key]
 
 
 def boxed(geo: Geometry, X: Tensor) -> bool:
