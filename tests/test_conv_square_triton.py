@@ -82,6 +82,7 @@ GEOMETRIES = [
     geometry((8, 3, 7, 7), (2, 2), (3, 3), channels_last=True),
     geometry((10, 2, 3, 4), (1, 3), (1, 2), (2, 1)),
     geometry((6, 1, 2, 3), (1, 4), (0, 0)),
+    geometry((16, 64, 3, 3), channels_last=True),
 ]
 
 
@@ -121,7 +122,9 @@ def test_which_ways_there_are():
     assert names(geometry((8, 16, 1, 1), padding=(0, 0))) == ["product", "unfold", "library"]
     assert names(geometry((8, 16, 1, 1), (2, 2), (0, 0))) == ["implicit", "unfold", "product", "library"]
     assert names(geometry((8, 3, 7, 7), (2, 2), (3, 3))) == ["packed", "implicit", "unfold", "library"]
-    assert names(geometry((72, 64, 3, 3))) == ["implicit", "library"]
+    padded = ["padded"] if twin._has_tile_loads(torch.device(DEVICE)) else []
+    assert names(geometry((72, 64, 3, 3))) == ["implicit", *padded, "library"]
+    assert names(geometry((72, 64, 3, 3)), (8, 8)) == ["implicit", "library"]
     assert names(geometry((24, 4, 3, 3), groups=3)) == ["implicit", "library"]
     assert names(geometry((9, 1, 3, 3), groups=9)) == ["implicit", "library"]
 
@@ -212,11 +215,17 @@ def test_tf32_by_the_switch_of_convolutions():
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize(("out", "inner"), [(64, 64), (128, 64), (256, 128), (64, 3)])
-def test_every_candidate_is_right(out, inner, stride):
+@pytest.mark.parametrize(
+    ("out", "inner", "size", "kernel"),
+    [
+        (64, 64, 16, 3), (128, 64, 16, 3), (256, 128, 14, 3), (64, 64, 28, 3), (128, 128, 7, 3), (64, 64, 56, 3),
+        (64, 3, 16, 3), (64, 3, 64, 7), (128, 64, 14, 1), (256, 128, 7, 1),
+    ],
+)  # fmt: skip
+def test_every_candidate_is_right(out, inner, size, kernel, stride):
     """A configuration that a compiler gets wrong must not be offered."""
-    geo = geometry((out, inner, 3, 3), (stride, stride))
-    G, X = operands(geo, 4, 25, (16, 16), torch.bfloat16)
+    geo = geometry((out, inner, kernel, kernel), (stride, stride), (kernel // 2,) * 2)
+    G, X = operands(geo, 4, 8, (size, size), torch.bfloat16)
     want = expected(G, X, geo)
     for config in ways.candidates(G, X, geo):
         assert close(ways.conv_square(G, X, geo, config=config), want, 1e-2), config

@@ -506,3 +506,31 @@ def depthwise(G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor | None,
     squares = each.square() if c is None else each.square() * c[:, None, None]
     for result, sums in ((D, each), (S, squares)):
         result.copy_(sums.sum(0).t().reshape(geo.weight))
+
+
+@triton.jit
+def _pack(X, room, H, W, high, wide, side, C: tl.constexpr, PIXEL: tl.constexpr, SIZE: tl.constexpr):
+    """room[n, y, x, c] = X[n, y, x - side, c], and zeros where X has nothing."""
+    n, y = tl.program_id(0) // high, tl.program_id(0) % high
+    e = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    x, c = e // PIXEL - side, e % PIXEL
+    here = X + ((n * H + y).to(tl.int64) * W + x) * C + c
+    value = tl.load(here, mask=(x >= 0) & (x < tl.where(y < H, W, 0)) & (c < C), other=0.0)
+    tl.store(room + tl.program_id(0).to(tl.int64) * wide * PIXEL + e, value, mask=e < wide * PIXEL)
+
+
+@lru_cache(maxsize=256)
+def _packing(shape: torch.Size, high: int, wide: int, pixel: int, side: int) -> Launch:
+    n, channels, height, width = shape
+    size = min(1024, next_power_of_2(wide * pixel))
+    return Launch(
+        _pack, (n * high, cdiv(wide * pixel, size)),
+        H=height, W=width, high=high, wide=wide, side=side, C=channels, PIXEL=pixel, SIZE=size, num_warps=4,
+    )  # fmt: skip
+
+
+def pack(X: Tensor, high: int, wide: int, pixel: int, side: int = 0) -> Tensor:
+    """Images (N, C, H, W) in channels-last memory as (N, high, wide, pixel), `side` zeros before each row."""
+    room = torch.empty(X.shape[0], high, wide, pixel, dtype=X.dtype, device=X.device)
+    _packing(X.shape, high, wide, pixel, side)(X, room)
+    return room

@@ -1,6 +1,7 @@
 """The ways to a convolution's weight gradient and square on a GPU, and which of them a convolution takes.
 
     implicit  the implicit GEMM of `conv_square_triton`, or its sums of products for a depthwise convolution
+    padded    the same on an output gradient with sides for tile loads, the next powers of two: see `box`
     packed    the same for few input channels: the taps of a row, neighbours in memory, become channels
     unfold    the inputs of every output position side by side (im2col), then a product of matrices by the same kernel
     product   the same matrices by `gemm_square`, for one tap
@@ -24,8 +25,8 @@ from . import gemm_square as products
 from . import tuning
 from .adam import Target
 from .conv_square import Geometry, one_by_one
-from .conv_square_triton import Config, box, depthwise, implicit
-from .gemm_square_triton import _multiprocessors
+from .conv_square_triton import Config, box, boxed, depthwise, implicit, pack
+from .gemm_square_triton import _has_tile_loads, _multiprocessors
 from .launch import cdiv, next_power_of_2
 from .ops import operator
 
@@ -99,13 +100,19 @@ def _implicit(task: Task) -> None:
         implicit(*task)
 
 
+def _padded(task: Task) -> None:
+    _, out, height, width = task.G.shape
+    G = pack(task.G, *sides(height, width), out)
+    implicit(*task._replace(G=G.permute(0, 3, 1, 2)))
+
+
 def _packed(task: Task) -> None:
     geo = task.geo
     rows = packed(geo)
     out, width, height, _ = rows.weight
     pair = torch.empty(2, out, height, width, device=task.G.device)
     d, s = pair.movedim(3, 2)[..., None]
-    implicit(*task._replace(X=pack(task.X, geo, task.G.shape[3]), geo=rows, D=d, S=s))
+    implicit(*task._replace(X=packed_input(task.X, geo, task.G.shape[3]), geo=rows, D=d, S=s))
     taps = pair.unflatten(3, (-1, _pixel(geo)))[..., : geo.weight[3], : geo.weight[1]]  # (2, O, KH, KW, I)
     task.D.copy_(taps[0].movedim(3, 1))
     task.S.copy_(taps[1].movedim(3, 1))
@@ -135,6 +142,7 @@ def _library(task: Task) -> None:
 
 WAYS: dict[str, Callable[[Task], None]] = {
     "implicit": _implicit,
+    "padded": _padded,
     "packed": _packed,
     "unfold": _unfold,
     "product": _product,
@@ -144,7 +152,7 @@ WAYS: dict[str, Callable[[Task], None]] = {
 
 def folds(config: Config, G: Tensor, geo: Geometry, weight: Tensor) -> bool:
     """Whether this way folds into moments that lie as `weight`; the pairs of others are folded when they are made."""
-    if config.way == "implicit":
+    if config.way in ("implicit", "padded"):
         return not is_depthwise(geo)
     format = torch.channels_last if geo.channels_last else torch.contiguous_format
     if config.way in ("packed", "library") or not weight.is_contiguous(memory_format=format):
@@ -199,6 +207,15 @@ def matrices(task: Task) -> tuple[Tensor, Tensor]:
     return G.permute(0, 2, 3, 1).reshape(kappa, -1, G.shape[1]), columns.view(kappa, -1, columns.shape[-1])
 
 
+def sides(height: int, width: int) -> tuple[int, int]:
+    """The sides that an output gradient is padded to.
+
+    >>> sides(14, 14), sides(7, 7), sides(28, 28)
+    ((14, 16), (8, 8), (28, 32))
+    """
+    return height + height % 2, next_power_of_2(width)
+
+
 def packed(geo: Geometry) -> Geometry:
     """The convolution by columns of taps, (KH, 1), that is left when the taps of each row have become channels."""
     width = (geo.weight[3] + geo.weight[3] % 2) * _pixel(geo)
@@ -207,18 +224,15 @@ def packed(geo: Geometry) -> Geometry:
     return Geometry(weight, stride, padding, dilation, False, (0, 0), 1)
 
 
-def pack(X: Tensor, geo: Geometry, out: int) -> Tensor:
+def packed_input(X: Tensor, geo: Geometry, out: int) -> Tensor:
     """X for `packed`, (N, stride·channels, H, W/stride): with padded sides and pixels of a power of two of channels.
 
     Its pixel x is where output position x begins to look; the channels that it lacks are the next pixels'.
     """
-    n, channels, height, width = X.shape
-    stride, side = geo.stride[1], geo.padding[1]
-    wide = cdiv(stride * (out - 1) + geo.weight[3] + geo.weight[3] % 2, stride) * stride
-    room = X.new_zeros(n, height, wide, _pixel(geo))
-    kept = max(0, min(width, wide - side))
-    room[:, :, side : side + kept, :channels] = X.permute(0, 2, 3, 1)[:, :, :kept]
-    return room.view(n, height, wide // stride, -1).permute(0, 3, 1, 2)
+    stride = geo.stride[1]
+    wide = cdiv(stride * (out - 1) + geo.weight[3] + geo.weight[3] % 2, stride)
+    room = pack(X, X.shape[2], wide * stride, _pixel(geo), geo.padding[1])
+    return room.view(*room.shape[:2], wide, -1).permute(0, 3, 1, 2)
 
 
 def _pixel(geo: Geometry) -> int:
@@ -266,6 +280,9 @@ def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[Config]:
     if is_depthwise(geo):
         return [Config(), library]
     ways = {"implicit": tiles(geo, places, G.dtype)}
+    even = (images, *sides(height, width))
+    if boxed(geo, X) and _has_tile_loads(G.device) and geo.weight[1] >= 64 and box(64, *places) is None:
+        ways["padded"] = [config for config in tiles(geo, even, G.dtype) if config.boxes]
     columns = math.prod(geo.weight[1:])
     small = columns <= UNFOLDED_COLUMNS and kappa * rows * columns * G.element_size() <= UNFOLDED_BYTES
     if has_one_tap(geo) or (geo.groups == 1 and small):
