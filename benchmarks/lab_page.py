@@ -7,10 +7,12 @@ import math
 import statistics
 from pathlib import Path
 
+from invariant_adam.lab import record
 from invariant_adam.lab import results as lab
 from invariant_adam.lab.results import METRICS, MODELS, rate
 
 FIGURES = Path("docs/figures/lab")
+SECONDS = Path("benchmarks/results/lab_seconds_h200.json")
 TEMPLATE = """# Results
 
 Does the trajectory depend on the batch size? The paper's experiments, run by [the lab](lab.md), and the questions that
@@ -79,7 +81,7 @@ def blocks(root, folder):
         "micro": lambda: micro_rows(found, plain),
         "ramp": lambda: ramp_rows(found, figure),
         "norm": lambda: norm_rows(found, paper),
-        "seconds": lambda: second_rows(found),
+        "seconds": lambda: second_rows(found, record.read_json(root / SECONDS)),
         "remarks": lambda: remark_rows(found),
     }
 
@@ -337,7 +339,10 @@ def norm_rows(found, paper):
     yield from table(("model", "optimizer", "η₀", "spread"), cells)
 
 
-def second_rows(found):
+WAYS = ("loop", "lab")  # of benchmarks/lab_seconds.py
+
+
+def second_rows(found, alone):
     groups = {}
     for run in found.runs:
         if not run.ramp and run.series.algorithm in ("invariant", "standard"):
@@ -354,6 +359,25 @@ def second_rows(found):
     yield "Medians over epochs and runs, as they ran in the grid (several at once on the device):"
     yield ""
     yield from table(("model", "optimizer", *(f"B = {size}" for size in columns)), cells)
+    if alone is None:
+        return
+    yield ""
+    yield f"One run at a time, by `{alone['command']}` ({alone['device']}, torch {alone['torch']}): micro-batch by"
+    yield "micro-batch with every kernel launched by the host, and as the lab runs it, one CUDA graph per update and one"
+    yield "pass where there are several micro-batches:"
+    yield ""
+    taken = {(r["model"], r["algorithm"], r["batch_size"], r["way"]): r["seconds"] for r in alone["rows"]}
+    rows = [
+        (
+            title(model),
+            lab.NAMES[algorithm],
+            str(batch),
+            *(f"{taken[model, algorithm, batch, way]:.3g}" for way in WAYS),
+        )
+        for model, algorithm, batch, way in taken
+        if way == WAYS[0] and (model, algorithm, batch, WAYS[1]) in taken
+    ]
+    yield from table(("model", "optimizer", "B", "a loop", "the lab"), rows)
 
 
 def remark_rows(found):
