@@ -18,7 +18,7 @@ import torch
 
 from invariant_adam.lab import data, record, timing, train
 
-WAYS = {"loop": {"engine": "loop", "graphs": False}, "lab": {"engine": "auto", "graphs": True}}
+WAYS = {"loop": {"engine": "loop", "graphs": False}, "lab": {"engine": "one-pass", "graphs": True}}
 RULES = {"invariant": "linear", "standard": "square_root"}
 
 

@@ -92,7 +92,6 @@ class Comparison(str, enum.Enum):
 class Engine(str, enum.Enum):
     """How an update of several micro-batches gets its squares."""
 
-    auto = "auto"
     loop = "loop"
     one_pass = "one-pass"
 
@@ -128,7 +127,9 @@ def reproduce(
         float | None,
         typer.Option(min=0, help="Seconds; no run is begun that would end later."),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="One pass, a loop, or whichever is faster.")] = Engine.auto,
+    engine: Annotated[
+        Engine, typer.Option(help="One backward over all micro-batches of an update, or one each.")
+    ] = Engine.one_pass,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Make updates CUDA graphs.")] = True,
     precision: InPrecision = None,
     device: Where = None,

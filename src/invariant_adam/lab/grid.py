@@ -179,8 +179,11 @@ def _sharpness(run: Run) -> tuple[Any, ...]:
 def work(run: Run) -> float:
     """Return the backward passes of an epoch, what its time goes with: the unit of progress and of sharing out."""
     samples = run.samples or (50_000 if TASKS[run.model].dataset == "cifar10" else 4_000)
-    loops = run.algorithm in ("invariant", "adama", "accumulate") and not TASKS[run.model].one_pass
-    each = run.micro_batch_size if loops else math.prod(run.batch_sizes) ** (1 / len(run.batch_sizes))
+    each = (
+        run.micro_batch_size
+        if run.algorithm == "accumulate"
+        else math.prod(run.batch_sizes) ** (1 / len(run.batch_sizes))
+    )
     return samples / each + samples / 200  # the second: what a sample costs at any batch size
 
 
@@ -216,7 +219,7 @@ class Setup(NamedTuple):
     digest: str  # of the dataset
     small: bool = False
     path: Path | None = None  # of the dataset
-    engine: str = "auto"
+    engine: str = "one-pass"
     graphs: bool = True
     lanes: int = 1  # runs at once in a process
     workers: int = 1  # processes

@@ -66,7 +66,6 @@ class Task(NamedTuple):
     flip: bool = True
     auto: bool = False
     smoothing: float = 0.0
-    one_pass: bool = False  # whether one backward over a mini-batch beats the loop on a GPU
 
 
 _CIFAR_SIZES = (25, 50, 100, 200, 400, 800)
@@ -83,7 +82,6 @@ TASKS = {
         flip=False,
         auto=True,
         smoothing=0.1,
-        one_pass=True,
     ),
     "gpt": Task(
         "gpt-char",
@@ -92,7 +90,6 @@ TASKS = {
         "tinyshakespeare",
         (8, 16, 32, 64, 128, 256),
         8,
-        one_pass=True,
     ),
 }
 
@@ -402,7 +399,7 @@ class Update:
         self.smoothing = TASKS[run.model].smoothing
         batch, M = optimizer.batch, run.micro_batch_size
         invariant = isinstance(optimizer.inner, ia.InvariantAdam)
-        self.one_pass = M if invariant and batch > M and chooses_one_pass(run.model, source.device, engine) else 0
+        self.one_pass = M if invariant and batch > M and engine == "one-pass" else 0
         self.piece = M if (invariant or run.algorithm == "accumulate") and not self.one_pass else batch
         self.divisor = 1 if invariant else batch // self.piece
         self.batch = batch
@@ -431,13 +428,6 @@ class Update:
         epoch.totals += torch.stack((torch.stack(losses).double().mean(), accuracy(torch.cat(logits), y)))
         inner.step()
         epoch.place += self.batch
-
-
-def chooses_one_pass(model: str, device: torch.device, engine: str) -> bool:
-    """Whether an update of several micro-batches is one backward: where that is faster, unless told otherwise."""
-    if engine == "auto":
-        return device.type == "cpu" or TASKS[model].one_pass
-    return engine == "one-pass"
 
 
 class Epoch:
@@ -502,7 +492,7 @@ def train(
     run: Run,
     source: Source,
     *,
-    engine: str = "auto",
+    engine: str = "one-pass",
     graphs: bool = True,
     on_epoch: Callable[[Row], None] = lambda row: None,
 ) -> Generator[None, None, list[Row]]:
@@ -514,7 +504,7 @@ def train(
     Args:
         run: settings.
         source: what `load` gave for the model.
-        engine: "one-pass" or "loop" for updates of several micro-batches, or "auto", whichever is faster.
+        engine: "one-pass" or "loop", for updates of several micro-batches.
         graphs: make updates CUDA graphs on a GPU.
         on_epoch: hears of each epoch when its numbers are known.
     """
