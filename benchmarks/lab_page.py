@@ -363,8 +363,8 @@ def second_rows(found, alone):
         return
     yield ""
     yield f"One run at a time, by `{alone['command']}` ({alone['device']}, torch {alone['torch']}): micro-batch by"
-    yield "micro-batch with every kernel launched by the host, and as the lab runs it, with one CUDA graph per update and"
-    yield "one pass where there are several micro-batches:"
+    yield "micro-batch with every kernel launched by the host, and as the lab runs it, with one CUDA graph per update"
+    yield "and one pass where there are several micro-batches:"
     yield ""
     taken = {(r["model"], r["algorithm"], r["batch_size"], r["way"]): r["seconds"] for r in alone["rows"]}
     rows = [
