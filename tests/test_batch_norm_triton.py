@@ -41,7 +41,8 @@ def test_kernels(monkeypatch, shape, kappa, affine, weighted, dtype):
     w, b = (torch.randn(channels, device=DEVICE) for _ in range(2)) if affine else (None, None)
     c = torch.rand(kappa, dtype=torch.float64).to(DEVICE) if weighted else None
     rm, rv = torch.randn(channels, device=DEVICE), torch.rand(channels, device=DEVICE)
-    wide = [rm.double(), rv.double()]
+    wide, again = [rm.double(), rv.double()], [rm.clone(), rv.clone()]
+    tracked = torch.tensor(5, device=DEVICE)
     empty, like = torch.empty, torch.empty_like
     with monkeypatch.context() as poison:  # what is not written shows
         poison.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
@@ -49,6 +50,15 @@ def test_kernels(monkeypatch, shape, kappa, affine, weighted, dtype):
         mean, rstd = twin.statistics(x, kappa, 1e-5, rm, rv, *plain.running(0.3, kappa))
         y = twin.normalise(x, mean, rstd, w, b)
         dx, sums, pairs = twin.backward(g, x, mean, rstd, w, c)
+        once = twin.forward(x, kappa, 1e-5, *again, *plain.running(0.3, kappa), tracked, w, b)
+        dx_alone, no_sums, pairs_alone = twin.backward(g, x, mean, rstd, w, c, shares=False)
+    for got, expected in zip((*once, *again), (mean, rstd, y, rm, rv), strict=True):
+        near(got, expected.double(), TOLERANCE[got.dtype])
+    assert once[2].stride() == y.stride()
+    assert tracked == 4 + kappa
+    assert no_sums is None
+    assert torch.equal(dx_alone, dx)
+    assert torch.equal(pairs_alone, pairs)
     assert y.stride() == dx.stride() == x.stride()
     assert y.dtype == dx.dtype == dtype
     leaf = x.double().requires_grad_()

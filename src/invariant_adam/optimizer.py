@@ -324,25 +324,28 @@ class InvariantAdam(Optimizer):
                 f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
                 "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
             )
-        update = self._update
+        update, ranks = self._update, self._ranks
         parts = [self._part(p) for p in params]  # refuses before anything changes
-        if any(part.kappa and (p in update.late or p in update.queue) for p, part in zip(params, parts, strict=True)):
-            self._flush()
+        for p, part in zip(params, parts, strict=True):
+            if part.kappa and (p in update.late or p in update.queue):
+                self._flush()
         arrivals = arrivals or [self._take(p) for p in params]
         self._condition(params, arrivals)
-        if self._ranks.absorb(self, params, parts, arrivals):
+        if ranks.absorb(self, params, parts, arrivals):
             return
         now = []
+        sharing = self._fold_in == "backward" and torch._C._current_graph_task_id() >= 0 and not ranks.hurries(self)
         for p, part, x in zip(params, parts, arrivals, strict=True):
             keep, gain, place = self._count(p, part, x.kappa, x.scale, paired=x.square is not None, signed=x.signed)
-            fold = Fold(p, x.grad, x.square, keep, gain, place)
+            fold, size = Fold(p, x.grad, x.square, keep, gain, place), x.grad.numel()
             if self._is_whole(part, x):
                 update.late[p] = fold
-            elif self._may_wait(x):
-                update.queued += x.grad.numel()
+            elif sharing and size < _QUEUE and not x.borrowed and x.grad.device.type in _SHARING:
+                # It waits for the end of the backward that is running, to share a launch with others.
+                update.queued += size
                 if update.queued > _QUEUE:
                     self._flush_queue()
-                    update.queued = x.grad.numel()
+                    update.queued = size
                 update.queue[p] = fold
             else:
                 now.append(fold)
@@ -359,17 +362,6 @@ class InvariantAdam(Optimizer):
         if expected is None or x.square is not None or self._fold_in != "backward" or not self._ranks.waits:
             return False
         return part.kappa == x.kappa >= expected
-
-    def _may_wait(self, x: _Arrival) -> bool:
-        """Whether a gradient may wait for the end of the backward that is running, to share a launch with others."""
-        return (
-            x.grad.numel() < _QUEUE
-            and not self._ranks.hurries(self)
-            and not x.borrowed
-            and x.grad.device.type in _SHARING
-            and self._fold_in == "backward"
-            and torch._C._current_graph_task_id() >= 0
-        )
 
     def _count(
         self, p: Tensor, part: folding.Part, kappa: float, scale: tuple[float, float], *, paired: bool, signed: bool
@@ -475,16 +467,17 @@ class InvariantAdam(Optimizer):
 
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
-        group, state = self._group(p), self.state[p]
+        index, state = self._group_index[p], self.state[p]
         m, dtype = state["exp_avg"], self._moment_dtype(p)
         if m.device != p.device or m.dtype != dtype:  # a model.to(...) may have come after the optimizer was built
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].to(p.device, dtype)
         if state["debias1"] == 1.0:
             return self._ranks.begin(folding.begin_free())
-        history = (self._group_index[p], *_COUNTERS(state))
+        history = (index, *_COUNTERS(state))
         part = self._update.begun.get(history)
         if part is None:
+            group = self.param_groups[index]
             kappa = state["kappa"] or self._tuned / self._size
             expected = self._update.expected
             if expected is not None:  # of the whole update; of this parameter, its share in the last one
@@ -507,7 +500,8 @@ class InvariantAdam(Optimizer):
         return _Arrival(self._ranks.gradient(p, grad), None, self._weight, _ONES)
 
     def _arrival(self, p: Tensor, found: pair.Pair) -> _Arrival:
-        grad, square = (self._ranks.gradient(p, t.detach()) for t in (found.grad, found.grad_sq))
+        piece = self._ranks.gradient
+        grad, square = piece(p, found.grad.detach()), piece(p, found.grad_sq.detach())
         return _Arrival(grad, square, found.kappa, found.scale, found.borrowed)
 
     def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:

@@ -64,13 +64,11 @@ def statistics(
 
     `tracked`, the count of updates, has seen one of them already.
     """
-    if fused is not None and takes_fused(x, kappa) and not torch.compiler.is_compiling():
-        mean, rstd = fused.statistics(x, kappa, eps, running_mean, running_var, *how, tracked)
-        return mean, rstd
     if tracked is not None:
         tracked.add_(kappa - 1)
     if fused is not None and takes_fused(x, kappa):
-        mean, rstd = fused.statistics_op(x, kappa, eps, running_mean, running_var, *how)
+        call = fused.statistics_op if torch.compiler.is_compiling() else fused.statistics
+        mean, rstd = call(x, kappa, eps, running_mean, running_var, *how)
         return mean, rstd
     xs = _grouped(x, kappa).to(wide(x.dtype))
     var, mean = torch.var_mean(xs, dim=(1, *range(3, xs.ndim)), correction=0)
@@ -81,6 +79,27 @@ def statistics(
         running_mean.mul_(how.keep).add_(weight @ mean)
         running_var.mul_(how.keep).add_(weight @ var * (rows / max(rows - 1, 1)))
     return mean, torch.rsqrt(var + eps)
+
+
+def forward(
+    x: Tensor,
+    kappa: int,
+    eps: float,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    how: Running,
+    tracked: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`statistics`, then `normalise`: μ, r and y; where no kernel does both None, and nothing is done.
+
+    A compiled graph has them apart: it fuses what the kernels do not.
+    """
+    if fused is None or not takes_fused(x, kappa) or torch.compiler.is_compiling():
+        return None
+    mean, rstd, y = fused.forward(x, kappa, eps, running_mean, running_var, *how, tracked, w, b)
+    return mean, rstd, y
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -103,12 +122,17 @@ def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor
 
 
 def backward(
-    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, the sums (κ, 2, C) of each group, e and a, and the pairs (4, C): dW, S of w, then those of b."""
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None, shares: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dx, the sums (κ, 2, C) of each group, e and a, and the pairs (4, C): dW, S of w, then those of b.
+
+    Without `shares` the sums may be left out.
+    """
     if fused is not None and takes_fused(x, mean.shape[0]):
-        call = fused.backward_op if torch.compiler.is_compiling() else fused.backward
-        dx, sums, pairs = call(g, x, mean, rstd, w, c)
+        if torch.compiler.is_compiling():
+            dx, sums, pairs = fused.backward_op(g, x, mean, rstd, w, c)
+        else:
+            dx, sums, pairs = fused.backward(g, x, mean, rstd, w, c, shares)
         return dx, sums, pairs
     hat = _standard(x, mean, rstd)
     grad = _grouped(g, mean.shape[0]).to(hat.dtype)

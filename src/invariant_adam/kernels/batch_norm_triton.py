@@ -26,10 +26,9 @@ CHUNKS = 32  # at most, of a group's rows
 
 
 @triton.jit
-def _spot(C, R, CHUNK, BC: tl.constexpr):
-    """This block's group, channels, first row and end; its place among the chunks."""
+def _spot(pid, C, R, CHUNK, BC: tl.constexpr):
+    """A block's group, channels, first row and end; its place among the chunks."""
     columns, chunks = tl.cdiv(C, BC), tl.cdiv(R, CHUNK)
-    pid = tl.program_id(0)
     piece = pid // columns
     first = piece % chunks * CHUNK
     return piece // chunks, pid % columns * BC + tl.arange(0, BC), first, tl.minimum(first + CHUNK, R), piece
@@ -38,7 +37,7 @@ def _spot(C, R, CHUNK, BC: tl.constexpr):
 @triton.jit
 def _sum_statistics(X, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ (x − s) and Σ (x − s)² of a chunk, s the group's first row: no cancellation where the mean is large."""
-    k, c, first, end, piece = _spot(C, R, CHUNK, BC)
+    k, c, first, end, piece = _spot(tl.program_id(0), C, R, CHUNK, BC)
     X += k.to(tl.int64) * R * C
     shift = tl.load(X + c, mask=c < C, other=0.0).to(tl.float32)
     total = tl.zeros((BR, BC), tl.float32)
@@ -61,6 +60,16 @@ def _gather(partial, k, c, KAPPA, CHUNKS, C, CH: tl.constexpr):
     chunk = tl.arange(0, CH)[:, None, None]
     at = (k[None, :, None] * CHUNKS + chunk).to(tl.int64) * (2 * C) + c[None, None, :]
     mask = (chunk < CHUNKS) & (k < KAPPA)[None, :, None] & (c < C)[None, None, :]
+    one = tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
+    return one, tl.sum(tl.load(partial + at + C, mask=mask, other=0.0), 0)
+
+
+@triton.jit
+def _gather_group(partial, k, c, CHUNKS, C, CH: tl.constexpr):
+    """The two sums of one group and some channels."""
+    chunk = tl.arange(0, CH)[:, None]
+    at = (k * CHUNKS + chunk).to(tl.int64) * (2 * C) + c[None, :]
+    mask = (chunk < CHUNKS) & (c < C)[None, :]
     one = tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
     return one, tl.sum(tl.load(partial + at + C, mask=mask, other=0.0), 0)
 
@@ -112,9 +121,38 @@ def _per_channel(mean, rstd, w, k, c, C):
 
 @triton.jit
 def _normalise(X, Y, mean, rstd, w, b, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
-    k, c, first, end, _ = _spot(C, R, CHUNK, BC)
+    k, c, first, end, _ = _spot(tl.program_id(0), C, R, CHUNK, BC)
     mu, r_k, scale = _per_channel(mean, rstd, w, k, c, C)
-    scale = r_k * scale
+    _normalise_rows(X, Y, mu, r_k * scale, b, k, c, first, end, C, R, BR, BC)
+
+
+@triton.jit
+def _finish_and_normalise(
+    X, partial, mean, rstd, running_mean, running_var, tracked, Y, w, b,
+    C, R, CHUNK, KAPPA, CHUNKS, eps, keep, gain, decay, unbias,
+    CH: tl.constexpr, KB: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """`_finish_statistics` by the first blocks, `_normalise` by the others, which finish what they need themselves."""
+    finishing = tl.cdiv(C, BF)
+    if tl.program_id(0) < finishing:
+        _finish_statistics(
+            X, partial, mean, rstd, running_mean, running_var, tracked, C, R, KAPPA, CHUNKS,
+            eps, keep, gain, decay, unbias, CH, KB, BF,
+        )  # fmt: skip
+    else:
+        k, c, first, end, _ = _spot(tl.program_id(0) - finishing, C, R, CHUNK, BC)
+        total, squares = _gather_group(partial, k, c, CHUNKS, C, CH)
+        shift = tl.load(X + k.to(tl.int64) * R * C + c, mask=c < C, other=0.0).to(tl.float32)
+        off = total / R
+        scale = tl.rsqrt(tl.maximum(squares / R - off * off, 0.0) + eps)
+        if w is not None:
+            scale *= tl.load(w + c, mask=c < C, other=0.0).to(tl.float32)
+        _normalise_rows(X, Y, shift + off, scale, b, k, c, first, end, C, R, BR, BC)
+
+
+@triton.jit
+def _normalise_rows(X, Y, mu, scale, b, k, c, first, end, C, R, BR: tl.constexpr, BC: tl.constexpr):
+    """(x − μ) scale + b of a chunk."""
     offset = tl.zeros((BC,), tl.float32)
     if b is not None:
         offset = tl.load(b + c, mask=c < C, other=0.0).to(tl.float32)
@@ -131,7 +169,7 @@ def _normalise(X, Y, mean, rstd, w, b, C, R, CHUNK, BR: tl.constexpr, BC: tl.con
 @triton.jit
 def _sum_gradients(G, X, partial, mean, rstd, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ g x̂ and Σ g of a chunk."""
-    k, c, first, end, piece = _spot(C, R, CHUNK, BC)
+    k, c, first, end, piece = _spot(tl.program_id(0), C, R, CHUNK, BC)
     mu, r_k, _ = _per_channel(mean, rstd, None, k, c, C)
     X += k.to(tl.int64) * R * C
     G += k.to(tl.int64) * R * C
@@ -163,9 +201,10 @@ def _finish_gradients(
         k = first + tl.arange(0, KB)
         mask = (k < KAPPA)[:, None] & (c < C)[None, :]
         e, a = _gather(partial, k, c, KAPPA, CHUNKS, C, CH)
-        at = k[:, None] * (2 * C) + c[None, :]
-        tl.store(sums + at, e, mask=mask)
-        tl.store(sums + at + C, a, mask=mask)
+        if sums is not None:
+            at = k[:, None] * (2 * C) + c[None, :]
+            tl.store(sums + at, e, mask=mask)
+            tl.store(sums + at + C, a, mask=mask)
         dw += tl.sum(e, 0)
         db += tl.sum(a, 0)
         if coefficients is not None:
@@ -182,12 +221,25 @@ def _finish_gradients(
 
 
 @triton.jit
-def _input_gradient(G, X, DX, mean, rstd, w, sums, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
-    k, c, first, end, _ = _spot(C, R, CHUNK, BC)
+def _finish_and_input_gradient(
+    partial, coefficients, sums, pairs, G, X, DX, mean, rstd, w, C, R, CHUNK, KAPPA, CHUNKS,
+    CH: tl.constexpr, KB: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """`_finish_gradients` by the first blocks, dx by the others, which finish what they need themselves."""
+    finishing = tl.cdiv(C, BF)
+    if tl.program_id(0) < finishing:
+        _finish_gradients(partial, coefficients, sums, pairs, C, KAPPA, CHUNKS, CH, KB, BF)
+    else:
+        k, c, first, end, _ = _spot(tl.program_id(0) - finishing, C, R, CHUNK, BC)
+        e, a = _gather_group(partial, k, c, CHUNKS, C, CH)
+        _input_gradient(G, X, DX, mean, rstd, w, e / R, a / R, k, c, first, end, C, R, BR, BC)
+
+
+@triton.jit
+def _input_gradient(G, X, DX, mean, rstd, w, e, a, k, c, first, end, C, R, BR: tl.constexpr, BC: tl.constexpr):
+    """w r (g − a − x̂ e) of a chunk."""
     mu, r_k, scale = _per_channel(mean, rstd, w, k, c, C)
     scale = r_k * scale
-    e = tl.load(sums + k * (2 * C) + c, mask=c < C, other=0.0) / R
-    a = tl.load(sums + k * (2 * C) + C + c, mask=c < C, other=0.0) / R
     X += k.to(tl.int64) * R * C
     G += k.to(tl.int64) * R * C
     DX += k.to(tl.int64) * R * C
@@ -224,7 +276,9 @@ class Plan:
         self.normalise = self.launch(_normalise)
         self.sum_gradients = self.launch(_sum_gradients)
         self.finish_gradients = Launch(_finish_gradients, grid, **last, num_warps=4)
-        self.input_gradient = self.launch(_input_gradient)
+        both, grid = last | self.tile | {"BF": 16}, (grid[0] + self.blocks,)
+        self.finish_and_normalise = Launch(_finish_and_normalise, grid, **both)
+        self.finish_and_input_gradient = Launch(_finish_and_input_gradient, grid, **both)
 
     def launch(self, kernel: Any) -> Launch:
         """A kernel over chunks of rows."""
@@ -255,7 +309,6 @@ def statistics(
     keep: float,
     gain: float,
     ratio: float,
-    tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """μ and r (κ, C) in float32, and the running statistics updated in place: see `batch_norm.statistics`."""
     p = plan(x.shape[1], x.numel(), kappa, x.device)
@@ -263,11 +316,39 @@ def statistics(
     mean = torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     p.sum_statistics(x, partial)
-    p.finish_statistics(
-        x, partial, mean, rstd, running_mean, running_var, tracked, float(eps), float(keep), float(gain),
-        math.log2(ratio) if ratio > 0 else -1e30, p.rows / max(p.rows - 1, 1),
-    )  # fmt: skip
+    scalars = _scalars(p, eps, keep, gain, ratio)
+    p.finish_statistics(x, partial, mean, rstd, running_mean, running_var, None, *scalars)
     return mean, rstd
+
+
+def forward(
+    x: Tensor,
+    kappa: int,
+    eps: float,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    keep: float,
+    gain: float,
+    ratio: float,
+    tracked: Tensor | None,
+    w: Tensor | None,
+    b: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """μ, r and y: `statistics`, then `normalise`, in a launch less."""
+    p = plan(x.shape[1], x.numel(), kappa, x.device)
+    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
+    mean = torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device)
+    rstd, y = torch.empty_like(mean), torch.empty_like(x)
+    p.sum_statistics(x, partial)
+    p.finish_and_normalise(
+        x, partial, mean, rstd, running_mean, running_var, tracked, y, w, b, *_scalars(p, eps, keep, gain, ratio)
+    )
+    return mean, rstd, y
+
+
+def _scalars(p: Plan, eps: float, keep: float, gain: float, ratio: float) -> tuple[float, ...]:
+    decay = math.log2(ratio) if ratio > 0 else -1e30
+    return float(eps), float(keep), float(gain), decay, p.rows / max(p.rows - 1, 1)
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -278,20 +359,19 @@ def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor
 
 
 def backward(
-    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx like x, the sums (κ, 2, C) and the pairs (4, C) in float32: see `batch_norm.backward`."""
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None, shares: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dx like x, the sums (κ, 2, C) if asked for, and the pairs (4, C) in float32: see `batch_norm.backward`."""
     kappa = mean.shape[0]
     p = plan(x.shape[1], x.numel(), kappa, x.device)
     g = g if _channels_last(g) else g.movedim(1, -1).contiguous()
     c = None if c is None else c.to(torch.float32)
     partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
-    sums = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=x.device)
+    sums = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=x.device) if shares else None
     pairs = torch.empty(4, p.channels, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
     p.sum_gradients(g, x, partial, mean, rstd)
-    p.finish_gradients(partial, c, sums, pairs)
-    p.input_gradient(g, x, dx, mean, rstd, w, sums)
+    p.finish_and_input_gradient(partial, c, sums, pairs, g, x, dx, mean, rstd, w)
     return dx, sums, pairs
 
 

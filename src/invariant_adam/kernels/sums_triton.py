@@ -16,7 +16,7 @@ from .launch import Launch
 @triton.jit
 def _sum_rows(G, X, mean, rstd, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ g x̂, where there is an X, and Σ g of a chunk; mean and rstd are per row."""
-    k, c, first, end, piece = _spot(C, R, CHUNK, BC)
+    k, c, first, end, piece = _spot(tl.program_id(0), C, R, CHUNK, BC)
     total = tl.zeros((BR, BC), tl.float32)
     products = tl.zeros((BR, BC), tl.float32)
     for r in tl.range(first, end, BR):

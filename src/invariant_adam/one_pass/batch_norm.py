@@ -37,12 +37,17 @@ def ghost_statistics(
     momentum: float,
     cumulative: bool,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """μ and r = 1/√(σ²+ε) (κ, C) of each micro-batch and channel of x; running statistics updated κ times."""
+    w: Tensor | None,
+    b: Tensor | None,
+) -> tuple[Tensor, Tensor, tuple[Tensor] | None]:
+    """μ and r = 1/√(σ²+ε) (κ, C) of each micro-batch and channel of x; running statistics updated κ times.
+
+    And what batch norm by them makes of x, with w and b, if it came along.
+    """
     groups = engine.groups
     uses = None if running_mean is None or cumulative else _uses(engine, running_mean)
     own = (running_mean, running_var) if not uses else (None, None)
-    found, rows = [], []
+    found, rows, made = [], [], None
     for part, xs in zip(groups.parts, groups.pieces(x.detach()), strict=True):
         kappa = part.hi - part.lo
         each = xs.numel() // (xs.shape[1] * kappa)  # values per channel
@@ -57,7 +62,12 @@ def ghost_statistics(
             if tracked is not None:
                 tracked.add_(1)  # of the first part's, the module has counted one itself
         how = kernels.running(momentum, kappa, cumulative)
-        found.append(kernels.statistics(xs, kappa, eps, *own, how, tracked))
+        both = kernels.forward(xs, kappa, eps, *own, how, tracked, w, b) if len(groups.parts) == 1 else None
+        if both is not None:
+            found.append(both[:2])
+            made = (both[2],)
+        else:
+            found.append(kernels.statistics(xs, kappa, eps, *own, how, tracked))
         rows.append((kappa, each))
     use = Use(join([mean for mean, _ in found]), join([rstd for _, rstd in found]), rows)
     if uses is not None:
@@ -65,7 +75,7 @@ def ghost_statistics(
         if len(uses) > 1 and running_mean is not None and running_var is not None:
             with torch.no_grad():
                 _interleave(uses, running_mean, running_var, momentum, eps)
-    return use.mean, use.rstd
+    return use.mean, use.rstd, made
 
 
 def _uses(engine: Engine, running_mean: Tensor) -> list[Use] | None:
@@ -158,7 +168,7 @@ def _ghost_forward(module: _BatchNorm, engine: Engine) -> Callable[[Tensor], Ten
             with torch.no_grad():
                 module.num_batches_tracked.add_(1)
             momentum = 1.0 / float(module.num_batches_tracked) if momentum is None else momentum
-        mean, rstd = ghost_statistics(
+        mean, rstd, made = ghost_statistics(
             engine,
             x,
             module.running_mean,
@@ -167,7 +177,9 @@ def _ghost_forward(module: _BatchNorm, engine: Engine) -> Callable[[Tensor], Ten
             momentum or 0.0,
             module.momentum is None,
             module.eps,
+            module.weight,
+            module.bias,
         )
-        return GhostNorm.apply(x, mean, rstd, module.weight, None, module.bias, None, engine.groups, None, None)
+        return GhostNorm.apply(x, mean, rstd, module.weight, None, module.bias, None, engine.groups, None, None, made)
 
     return forward

@@ -451,7 +451,8 @@ class Affine(Function):
 class GhostNorm(Function):
     """x (B·r, C, *spatial) normalised by the μ and r (κ, C) of its groups, times w plus b.
 
-    μ and r are constants to autograd: what they owe to x is in the kernel's dx.
+    μ and r are constants to autograd: what they owe to x is in the kernel's dx. `made` holds the result where it was
+    made together with them.
     """
 
     @staticmethod
@@ -467,9 +468,12 @@ class GhostNorm(Function):
         groups: Groups,
         hw: Any,
         hb: Any,
+        made: tuple[Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, mean, rstd, plain(w))
         ctx.groups, ctx.hw, ctx.hb = groups, hw, hb
+        if made is not None:
+            return made[0]
         parts = zip(groups.pieces(x), groups.cut(mean), groups.cut(rstd), strict=True)
         return join([batch_norm.normalise(xs, mu, r, w, b) for xs, mu, r in parts])
 
@@ -478,10 +482,12 @@ class GhostNorm(Function):
         x, mean, rstd, w = ctx.saved_tensors
         groups = ctx.groups
         parts = zip(groups.parts, groups.pieces(g), groups.pieces(x), groups.cut(mean), groups.cut(rstd), strict=True)
-        made = [batch_norm.backward(gs, xs, mu, r, w, groups.coefficients(p)) for p, gs, xs, mu, r in parts]
+        hw, hb = wanted(ctx, 4, 6)
+        shares = any(h is not None and h.grouped for h in (hw, hb))
+        made = [batch_norm.backward(gs, xs, mu, r, w, groups.coefficients(p), shares) for p, gs, xs, mu, r in parts]
         dx, each, pairs = zip(*made, strict=True)
-        grads = deliver_both(*wanted(ctx, 4, 6), each, pairs)
-        return (join(dx) if ctx.needs_input_grad[0] else None, None, None, *grads, None, None, None)
+        grads = deliver_both(hw, hb, each, pairs)
+        return (join(dx) if ctx.needs_input_grad[0] else None, None, None, *grads, None, None, None, None)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

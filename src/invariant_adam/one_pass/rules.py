@@ -424,10 +424,12 @@ def batch_norm(
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     entry = next((h.entry for h in (hw, hb) if h is not None and h.entry is not None), None)
     tracked, cumulative = (None, False) if entry is None else (entry.tracked, entry.cumulative)
-    mean, rstd = ghost_statistics(engine, input, running_mean, running_var, tracked, momentum, cumulative, eps)
     w, tag_w = parts(engine, hw, weight)
     b, tag_b = parts(engine, hb, bias, 1)
-    return GhostNorm.apply(input, mean, rstd, w, tag_w, b, tag_b, engine.groups, hw, hb)
+    mean, rstd, made = ghost_statistics(
+        engine, input, running_mean, running_var, tracked, momentum, cumulative, eps, w, b
+    )
+    return GhostNorm.apply(input, mean, rstd, w, tag_w, b, tag_b, engine.groups, hw, hb, made)
 
 
 @rule(
