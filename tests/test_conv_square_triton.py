@@ -120,7 +120,7 @@ def test_which_ways_there_are():
         return list(first_of_each_way(*operands(geo, 3, 2, size, dtype), geo))
 
     assert names(geometry((8, 16, 1, 1), padding=(0, 0))) == ["product", "unfold", "library"]
-    assert names(geometry((8, 16, 1, 1), (2, 2), (0, 0))) == ["implicit", "unfold", "product", "library"]
+    assert names(geometry((8, 16, 1, 1), (2, 2), (0, 0))) == ["implicit", "product", "unfold", "library"]
     assert names(geometry((8, 3, 7, 7), (2, 2), (3, 3))) == ["packed", "implicit", "unfold", "library"]
     padded = ["padded"] if twin._has_tile_loads(torch.device(DEVICE)) else []
     assert names(geometry((72, 64, 3, 3))) == ["implicit", *padded, "library"]

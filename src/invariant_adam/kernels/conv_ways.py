@@ -34,8 +34,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Columns and bytes of unfolded inputs up to which that is tried: of wide inputs they cost more than the product.
 UNFOLDED_COLUMNS = 256
 UNFOLDED_BYTES = 512 << 20
-# Input channels up to which packing is tried: more of them fill the kernel's loads by themselves.
-PACKED_CHANNELS = 8
 
 
 def serves(G: Tensor, X: Tensor, geo: Geometry) -> bool:
@@ -272,36 +270,48 @@ def _switches(dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[Config]:
-    """Every way of these operands, (κ, m, C, H, W), with configurations that may be its best; first the one to take
-    unmeasured."""
-    kappa, images, _, height, width = G.shape
-    places, rows = (images, height, width), _rows(G)
-    library = Config(way="library")
+    """Every way of these operands, (κ, m, C, H, W), each with what may be its best configuration.
+
+    The first is the one to take unmeasured.
+    """
     if is_depthwise(geo):
-        return [Config(), library]
+        ways = {"implicit": [Config()]}
+    elif has_one_tap(geo):
+        ways = _of_one_tap(G, geo)
+    else:
+        ways = _of_taps(G, X, geo)
+    ways["library"] = [Config()]
+    return [config._replace(way=way) for way, configs in ways.items() for config in configs]
+
+
+def _of_taps(G: Tensor, X: Tensor, geo: Geometry) -> dict[str, list[Config]]:
+    kappa, images, _, height, width = G.shape
+    places, inner, columns = (images, height, width), geo.weight[1], math.prod(geo.weight[1:])
     ways = {"implicit": tiles(geo, places, G.dtype)}
-    even = (images, *sides(height, width))
-    if boxed(geo, X) and _has_tile_loads(G.device) and geo.weight[1] >= 64 and box(64, *places) is None:
-        ways["padded"] = [config for config in tiles(geo, even, G.dtype) if config.boxes]
-    columns = math.prod(geo.weight[1:])
-    small = columns <= UNFOLDED_COLUMNS and kappa * rows * columns * G.element_size() <= UNFOLDED_BYTES
-    if has_one_tap(geo) or (geo.groups == 1 and small):
-        ways["unfold"] = tiles(one_tap(geo), (1, 1, rows), G.dtype)
-    switches = _switches(G.dtype)
-    if has_one_tap(geo) and switches != (0, 1):  # `gemm_square` goes by the other switch, and would be too coarse
-        ways["product"] = [Config(way="product")]
-    if geo.groups == 1 and geo.weight[1] <= PACKED_CHANNELS and geo.weight[3] > 1 and geo.dilation[1] == 1:
-        ways["packed"] = tiles(packed(geo), places, G.dtype)
-    first = "implicit"
-    if has_one_tap(geo) and geo.stride == (1, 1):
-        del ways["implicit"]  # the same as unfolded
-        blocks = kappa * cdiv(geo.weight[0], 128) * cdiv(geo.weight[1], 128)
-        few = rows >= 1024 and blocks < _multiprocessors(G.device)  # only `implicit` takes groups apart
-        first = "unfold" if few or "product" not in ways or (switches == (1, 0) and rows >= 16) else "product"
-    elif "packed" in ways:
-        first = "packed"
-    order = [first, *(way for way in ways if way != first)]
-    return [*(config._replace(way=way) for way in order for config in ways[way]), library]
+    if boxed(geo, X) and _has_tile_loads(G.device) and inner >= 64 and box(64, *places) is None:
+        even = tiles(geo, (images, *sides(height, width)), G.dtype)
+        ways["padded"] = [config for config in even if config.boxes]
+    if geo.groups == 1:
+        size = kappa * _rows(G) * columns * G.element_size()
+        if columns <= UNFOLDED_COLUMNS and size <= UNFOLDED_BYTES:
+            ways["unfold"] = tiles(one_tap(geo), (1, 1, _rows(G)), G.dtype)
+        if inner < 8 and inner % 4 and geo.weight[3] > 1 and geo.dilation[1] == 1:  # 4 or 8 are loaded as they are
+            ways = {"packed": tiles(packed(geo), places, G.dtype)} | ways
+    return ways
+
+
+def _of_one_tap(G: Tensor, geo: Geometry) -> dict[str, list[Config]]:
+    rows, switches = _rows(G), _switches(G.dtype)
+    ways = {"unfold": tiles(one_tap(geo), (1, 1, rows), G.dtype)}
+    if switches != (0, 1):  # `gemm_square` goes by the second, and would be too coarse
+        product = {"product": [Config()]}
+        blocks = G.shape[0] * cdiv(geo.weight[0], 128) * cdiv(geo.weight[1], 128)
+        few = rows >= 1024 and blocks < _multiprocessors(G.device)  # `gemm_square` takes no groups apart
+        finer = switches == (1, 0) and rows >= 16  # than need be, and slower
+        ways = ways | product if few or finer else product | ways
+    if geo.stride != (1, 1):
+        ways = {"implicit": tiles(geo, (G.shape[1], *G.shape[3:]), G.dtype)} | ways
+    return ways
 
 
 def _rows(G: Tensor) -> int:
@@ -327,7 +337,7 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
     found = [base, *(base._replace(bm=m, bn=n, warps=4) for m, n in shapes if (m, n) != (bm, bn))]
     if inner < 64 and columns > 128 and dtype != torch.float32:
         found.append(base._replace(bm=min(bm, 64), bn=256, warps=8, stages=3))
-    if inner >= bn and dtype != torch.float32 and rows >= 64 and box(bk, *places) is not None:
+    if inner >= bn and dtype != torch.float32 and rows >= 64 and places[:2] != (1, 1) and box(bk, *places) is not None:
         found += [config._replace(boxes=False, stages=3, bk=64) for config in found[:2]]
     return found
 
