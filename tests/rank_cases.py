@@ -601,15 +601,22 @@ def wrappers() -> None:
     own = sharded_model(mesh)
     own.set_all_reduce_hook(lambda reduced: None)
     attempt("set_all_reduce_hook", own)
-    # Frozen when prepare() looked for gradients to put squares beside.
-    model = sharded_model(mesh).requires_grad_(False)
-    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
-    ia.distributed.prepare(model, opt)
-    model.requires_grad_(True)
-    opt.zero_grad()  # binds
-    raises("without its square", lambda: loss(model, micro_batch(rank, torch.float32)).backward())
-
     updates = spread_over(dist.get_world_size(), 2, 3)
+    # Frozen when prepare() looked for gradients to put squares beside; those folded by hooks need none there.
+    for fold in ("backward", "call"):
+        model = sharded_model(mesh).requires_grad_(False)
+        opt = ia.InvariantAdam(model.parameters(), fold=fold, **OPTIONS)
+        ia.distributed.prepare(model, opt)
+        model.requires_grad_(True)
+        opt.zero_grad()  # binds
+        if fold == "backward":
+            train(model, opt, updates, rank, skips=False)
+            found = differences(model, opt, *alone(updates, torch.float32, skips=False))
+            assert max(found.values()) < 1e-6, found
+        else:
+            loss(model, micro_batch(rank, torch.float32)).backward()
+            raises("without its square", opt.fold)
+
     model = Net(torch.float64)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.weight"])
     with torch.no_grad():

@@ -296,10 +296,15 @@ class InvariantAdam(Optimizer):
             self._update.count_call(self._weight)
 
     def on_grad(self, p: Tensor) -> None:
-        """Fold what a backward just left on `p`: a micro-batch gradient, or the pair that FSDP2's ranks have made."""
+        """Fold what a backward just left on `p`: a micro-batch gradient, or what FSDP2's ranks have made of theirs."""
         if torch.is_grad_enabled():  # create_graph=True; elsewhere the context would only cost time
             with torch.no_grad():
                 self.on_grad(p)
+            return
+        received = self._ranks.receive(self, p)
+        if received is not None:
+            self._update.watch_backward(self._flush_queue)
+            self._fold([p], [_Arrival(*received)])
             return
         if pair.is_there(p):
             self._update.watch_backward(self._flush_queue)
@@ -501,7 +506,7 @@ class InvariantAdam(Optimizer):
 
     def _arrival(self, p: Tensor, found: pair.Pair) -> _Arrival:
         piece = self._ranks.gradient
-        grad, square = piece(p, found.grad.detach()), piece(p, found.grad_sq.detach())
+        grad, square = piece(p, found.grad).detach(), piece(p, found.grad_sq).detach()
         return _Arrival(grad, square, found.kappa, found.scale, found.borrowed)
 
     def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .update import Update
 
 ONES = (1.0, 1.0)
+# This rank's piece of a mean gradient; of the mean square, None where the gradient is one micro-batch's; their κ, and
+# the factors still to be put on them.
+Received = tuple[Tensor, "Tensor | None", float, tuple[float, float]]
 
 
 class Ranks:
@@ -45,6 +48,10 @@ class Ranks:
     def hurries(self, optimizer: InvariantAdam) -> bool:
         """Whether folds must not wait for others, because what they complete is sent at once."""
         return False
+
+    def receive(self, optimizer: InvariantAdam, p: Tensor) -> Received | None:
+        """Take a gradient off `p` that is all ranks' by the time its backward leaves it there; None: it is not."""
+        return None
 
     def absorb(
         self, optimizer: InvariantAdam, params: list[Tensor], parts: list[folding.Part], arrivals: list[Any]
@@ -238,7 +245,7 @@ class Team(Ranks):
 
     def sum(self, values: list[float], device: torch.device) -> list[float]:
         """Add up over the ranks, exactly for whole numbers; on the CPU where the group can, so as not to wait."""
-        if not self.groups:
+        if self.size == 1:
             return values
         cpu = all(any(d.type == "cpu" for d in group._device_types) for group in self.groups)
         total = torch.tensor(values, dtype=torch.float64, device="cpu" if cpu else device)
@@ -257,7 +264,7 @@ class Team(Ranks):
             self.agree(optimizer, gives_up)
 
     def local(self, t: Tensor) -> Tensor:  # noqa: D102
-        local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+        local: Tensor = getattr(t, "_local_tensor", t)  # what to_local() returns in no_grad, after asking more
         return local
 
     def gradient(self, p: Tensor, grad: Tensor) -> Tensor:  # noqa: D102

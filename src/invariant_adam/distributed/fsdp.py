@@ -5,7 +5,8 @@ that sends Σ g² along:
 
     rank r   (g_r, g_r²)   →   its piece of   (mean_r g_r, mean_r g_r²),   a pair of κ = number of ranks
 
-which the optimizer folds into its piece of the moments as it folds the pair of a one-pass mini-batch.
+which the optimizer folds into its piece of the moments as it folds the pair of a one-pass mini-batch. All of it is done
+on the plain tensors that are this rank's pieces: a DTensor costs the host more than a kernel costs the device.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ..one_pass import pair
 from ..one_pass.dispatch import State
 from ..one_pass.groups import UnsupportedUse
 from ..one_pass.handles import Entry
-from ..ranks import ONES, Team
+from ..ranks import ONES, Received, Team
 from .wire import reduce_scatter, scatter_sum_narrow
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
 
 
-# Parameter -> handle of the hook that puts the square beside its gradient.
+# Parameter -> handle of the hook that puts the square beside its gradient, for an optimizer that folds by call.
 _pairs = WeakTensorKeyDictionary()
 
 
@@ -98,23 +99,25 @@ class Squares:
                 rows[whole, start : start + rest] = flat[whole * size :]
             start += size
         if start != rows.shape[1]:
-            names = ", ".join(fp._module_info.param_name for fp in self.group.fsdp_params)
-            raise UnsupportedUse(
-                f"one_pass: among {names} there are gradients without squares, or squares without gradients; loop over "
-                "micro-batches, or check the plain model to see which"
-            )
+            raise self._incomplete()
         return rows.view(-1)
+
+    def _incomplete(self) -> UnsupportedUse:
+        names = ", ".join(fp._module_info.param_name for fp in self.group.fsdp_params)
+        return UnsupportedUse(
+            f"one_pass: among {names} there are gradients without squares, or squares without gradients; loop over "
+            "micro-batches, or check the plain model to see which"
+        )
 
     def _entries(self) -> list[tuple[Any, Entry]] | None:
         """Parameters whose squares one_pass has; None where it is not open, or the mini-batch is one micro-batch."""
-        engine = State.engine
-        if engine is None or engine.single:
+        if State.engine is None or State.engine.single:
             return None
-        found = [
-            (fp, getattr(getattr(fp, "_unsharded_param", None), "one_pass_entry", None))
-            for fp in self.group.fsdp_params
-        ]
-        return [(fp, entry) for fp, entry in found if entry is not None and entry.companion.grad is not None]
+        return [(fp, entry) for fp in self.group.fsdp_params if (entry := self._entry(fp)) is not None]
+
+    def _entry(self, fp: Any) -> Entry | None:
+        entry: Entry | None = getattr(getattr(fp, "_unsharded_param", None), "one_pass_entry", None)
+        return entry if entry is not None and entry.companion.grad is not None else None
 
     def _square(self, fp: Any, entry: Entry) -> Tensor:
         if fp.fsdp_placement.dim != 0:
@@ -148,13 +151,15 @@ class Squares:
         info = self.group.mesh_info
         return int(info.shard_mesh_size * getattr(info, "replicate_mesh_size", 1))
 
-    def take(self, grad: Tensor, fp: Any) -> Tensor:
-        """This rank's piece of the mean square that belongs to its piece of a gradient."""
+    def take(self, grad: Tensor, fp: Any) -> Tensor | None:
+        """This rank's piece of the mean square that belongs to its piece of a gradient; None for the gradient's own."""
         if self.group.mesh_info.shard_mesh_size == 1:  # FSDP2 does not call us
-            entry = next((entry for other, entry in self._entries() or [] if other is fp), None)
-            if entry is not None:
-                return self._square(fp, entry)
-            return grad.float().square_() if grad.dtype != torch.float32 else grad.square()
+            if State.engine is None or State.engine.single:
+                return None
+            entry = self._entry(fp)
+            if entry is None and pair.is_armed(fp._unsharded_param):
+                raise self._incomplete()
+            return None if entry is None else self._square(fp, entry)
         if self.mean is None:
             raise RuntimeError(
                 "FSDP2 reduced gradients without the reduce-scatter that prepare() gave it; call "
@@ -205,11 +210,11 @@ class FullySharded(Team):
                     self.squares |= {fp.sharded_param: (squares, fp) for fp in group.fsdp_params}
                 _insist(module)
         for p in optimizer._params():
+            if p in _pairs:
+                _pairs.pop(p).remove()
             if p.requires_grad:
-                if p in _pairs:
-                    _pairs[p].remove()
-                _pairs[p] = p.register_post_accumulate_grad_hook(self._pair)
-                # Again, so that the optimizer's hook comes after ours.
+                if optimizer._fold_in == "call":
+                    _pairs[p] = p.register_post_accumulate_grad_hook(self._pair)
                 hooks.own(p, optimizer, hook=optimizer._fold_in == "backward")
                 optimizer._hooked.add(p)
 
@@ -269,22 +274,36 @@ class FullySharded(Team):
             raise RuntimeError(
                 "a second backward came before the gradients of the first were folded; call opt.fold() after each"
             )
-        squares, sharded = self.squares[p]
-        square = sharded.to_sharded_dtensor(squares.take(p.grad._local_tensor, sharded))  # type: ignore[attr-defined]
-        optimizer, engine = self.optimizer(), State.engine
-        kappa = 1.0 if optimizer is None else optimizer._weight
-        if engine is not None and pair.is_armed(sharded._unsharded_param):
-            scale = ONES if engine.single else engine.groups.scale(engine.reduction)
-            kappa = engine.groups.batch / engine.micro
-            square.made_with = p.grad._version, scale
+        optimizer = self.optimizer()
+        grad, square, kappa, scale = self._piece(p, 1.0 if optimizer is None else optimizer._weight)
+        if square is None:
+            square = grad.float().square_() if grad.dtype != torch.float32 else grad.square()
+        square = self.squares[p][1].to_sharded_dtensor(square)
+        square.made_with = p.grad._version, scale
         p.grad_sq = square  # type: ignore[attr-defined]
-        p.grad_kappa = self.size * kappa  # type: ignore[attr-defined]
+        p.grad_kappa = kappa  # type: ignore[attr-defined]
+
+    def receive(self, optimizer: InvariantAdam, p: Tensor) -> Received:  # noqa: D102 - as Ranks has it
+        received = self._piece(p, optimizer._weight)
+        p.grad = None
+        return received
+
+    def _piece(self, p: Tensor, weight: float) -> Received:
+        """This rank's piece of what all ranks have made of their gradients of `p`, each of `weight` micro-batches."""
+        grad = p.grad._local_tensor  # type: ignore[union-attr]
+        squares, sharded = self.squares[p]
+        square, engine, scale = squares.take(grad, sharded), State.engine, ONES
+        if engine is not None and pair.is_armed(sharded._unsharded_param):
+            weight = engine.groups.batch / engine.micro
+            if not engine.single:
+                scale = engine.groups.scale(engine.reduction)
+        return grad, square, self.size * weight, scale
 
     def absorb(  # noqa: D102 - as Ranks has it
         self, optimizer: InvariantAdam, params: list[Tensor], parts: list[folding.Part], arrivals: list[Any]
     ) -> bool:
         for p, x in zip(params, arrivals, strict=True):
-            if x.square is None:
+            if x.square is None and self.size > 1:
                 raise RuntimeError(
                     f"the gradient of parameter {optimizer._name(p)} came without its square: it was frozen when "
                     "prepare() was called, or another optimizer was prepared since. Call prepare(model, opt) again, "
