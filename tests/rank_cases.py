@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import invariant_adam as ia
+from invariant_adam import optimizer
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "micro_batch_size": 4, "tuned_batch_size": 8}
 
@@ -95,14 +96,25 @@ def train(
 
 
 def alone(
-    updates: list[list[list[int]]], dtype: torch.dtype, expect: bool = False, skips: bool = True, **options: Any
+    updates: list[list[list[int]]],
+    dtype: torch.dtype,
+    expect: bool = False,
+    skips: bool = True,
+    mixed: bool = False,
+    **options: Any,
 ) -> Any:
     """The same updates in one process, which must know nothing of the group."""
     model = Net(dtype)
-    opt = ia.InvariantAdam(model.parameters(), **(OPTIONS | options))
+    opt = ia.InvariantAdam(groups(model, mixed), **(OPTIONS | options))
     opt._ranks.agree = lambda optimizer, check: check()
     train(model, opt, [[[i for part in update for i in part]] for update in updates], 0, expect, skips=skips)
     return model, opt
+
+
+def groups(model: nn.Module, mixed: bool) -> Any:
+    """All parameters; or every other one with another sign, in a group of its own."""
+    params = list(model.parameters())
+    return [{"params": params[::2], "maximize": True}, {"params": params[1::2]}] if mixed else params
 
 
 def full(t: Tensor) -> Tensor:
@@ -139,18 +151,22 @@ def replicated(
     bucket: int = 200,
     prepare: Any = None,
     one_pass: bool = False,
+    queue: bool = False,
+    mixed: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
+    optimizer._SHARING = frozenset({"cpu"} if queue else {"cuda"})  # gradients wait for others, as on an accelerator
     model = Net(torch.float64)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(dist.get_rank())  # prepare must give every rank the weights of the first
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
-    opt = ia.InvariantAdam(model.parameters(), **(OPTIONS | options))
+    opt = ia.InvariantAdam(groups(model, mixed), **(OPTIONS | options))
     ia.distributed.prepare(wrapped, opt, **(prepare or {}))
     opt._ranks.bucket_bytes, opt._ranks.kinds = bucket, {}
     train(wrapped, opt, updates, dist.get_rank(), expect, last, not one_pass, one_pass)
-    twin, judge = alone(updates, torch.float64, expect, not one_pass, **options)
+    optimizer._SHARING = frozenset({"cuda"})
+    twin, judge = alone(updates, torch.float64, expect, not one_pass, mixed, **options)
     found = differences(model, opt, twin, judge)
     same = same_on_all_ranks([*model.parameters(), *(full(s["exp_avg_sq"]) for s in opt.state.values())])
     return found | {"same": same, "gradients": sum(p.grad is not None for p in model.parameters())}

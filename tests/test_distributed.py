@@ -43,7 +43,8 @@ def check(answers, limits=EXACT):
 @pytest.mark.parametrize("updates", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("how", [{}, {"expect": True}, {"last": True}], ids=["step", "expect", "last"])
 def test_replicas_equal_one_process(pool, ddp, updates, how):
-    check(pool.run("replicated", 2, updates=updates, ddp=ddp, **how))
+    for queue in (False, True):
+        check(pool.run("replicated", 2, updates=updates, ddp=ddp, queue=queue, **how))
 
 
 CLOSE = {"w": 1e-6, "m": 1e-6, "v": 1e-6, "counters": 1e-9, "samples": 0}
@@ -74,6 +75,12 @@ def test_hsdp_equals_one_process(pool):
 @pytest.mark.parametrize("updates", [EVEN, UNEVEN], ids=["even", "uneven"])
 def test_sharded_state_equals_one_process(pool, updates, fold):
     check(pool.run("replicated", 2, updates=updates, prepare={"shard_state": True}, fold=fold))
+    how = {"mixed": True, "bucket": 1 << 20, "loss_divisor": 2.0, "decoupled": False}  # in one bucket, and not alike
+    check(
+        pool.run(
+            "replicated", 3, updates=[[*update, []] for update in updates[:3]], prepare={"shard_state": True}, **how
+        )
+    )
 
 
 @pytest.mark.parametrize("fold", ["backward", "call"])
@@ -101,9 +108,10 @@ SPLITS = st.lists(
 @pytest.mark.parametrize("shard_state", [False, True])
 def test_any_split_over_ranks_gives_the_single_result(pool, shard_state):
     """The law: which rank has which micro-batch does not matter."""
+    hows = st.builds(dict, st.sampled_from([{}, {"expect": True}, {"last": True}]), queue=st.booleans())
 
     @settings(max_examples=8)
-    @given(st.lists(st.tuples(SPLITS, st.sampled_from([{}, {"expect": True}, {"last": True}])), min_size=1, max_size=4))
+    @given(st.lists(st.tuples(SPLITS, hows), min_size=1, max_size=4))
     def law(cases):
         for answers in pool.run("split", 3, cases=cases, shard_state=shard_state):
             check(answers)

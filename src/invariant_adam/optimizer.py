@@ -339,7 +339,7 @@ class InvariantAdam(Optimizer):
         if ranks.absorb(self, params, parts, arrivals):
             return
         now = []
-        sharing = self._fold_in == "backward" and torch._C._current_graph_task_id() >= 0 and not ranks.hurries(self)
+        sharing = self._fold_in == "backward" and torch._C._current_graph_task_id() >= 0
         for p, part, x in zip(params, parts, arrivals, strict=True):
             keep, gain, place = self._count(p, part, x.kappa, x.scale, paired=x.square is not None, signed=x.signed)
             fold, size = Fold(p, x.grad, x.square, keep, gain, place), x.grad.numel()
@@ -352,6 +352,7 @@ class InvariantAdam(Optimizer):
                     self._flush_queue()
                     update.queued = size
                 update.queue[p] = fold
+                ranks.after(self, [p])
             else:
                 now.append(fold)
         if now:

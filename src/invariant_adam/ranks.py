@@ -45,10 +45,6 @@ class Ranks:
     def before(self, optimizer: InvariantAdam, p: Tensor) -> None:
         """Make ready for a fold of `p`."""
 
-    def hurries(self, optimizer: InvariantAdam) -> bool:
-        """Whether folds must not wait for others, because what they complete is sent at once."""
-        return False
-
     def receive(self, optimizer: InvariantAdam, p: Tensor) -> Received | None:
         """Take a gradient off `p` that is all ranks' by the time its backward leaves it there; None: it is not."""
         return None
@@ -60,7 +56,7 @@ class Ranks:
         return False
 
     def after(self, optimizer: InvariantAdam, params: list[Tensor]) -> None:
-        """Note that gradients of `params` were folded."""
+        """Note that gradients of `params` were folded, or queued to be."""
 
     def finish_last(self, optimizer: InvariantAdam) -> None:
         """Note that this rank's last backward of the update has ended."""

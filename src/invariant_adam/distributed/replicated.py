@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 50 << 20
 
 _ROUNDING = 1 - 1e-9
+_ALIGNED = 4  # elements: each moment begins at a multiple of 16 bytes, where kernels load that many at a time
 
 
 class Bucket:
@@ -44,21 +45,21 @@ class Bucket:
     def attach(self, optimizer: InvariantAdam, team: Team) -> None:
         """Move the moments into one buffer, unless they are there already (a loaded state is not)."""
         states = [optimizer.state[p] for p in self.params]
+        if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
+            return
         for p, state in zip(self.params, states, strict=True):
             for key in ("exp_avg", "exp_avg_sq"):
                 moment = state[key] if hasattr(p, "device_mesh") else whole(state[key])  # in pieces, of a sharded state
                 state[key] = moment.to(p.device, optimizer._moment_dtype(p))
-        if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
-            return
         pieces = {key: [team.local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")}
         first = pieces["exp_avg"][0]
-        self.buffer = first.new_empty(2 * sum(t.numel() for t in pieces["exp_avg"]))
+        self.buffer = first.new_zeros(2 * sum(_room(t) for t in pieces["exp_avg"]))
         self.views = [{} for _ in states]
         start = 0
         for key, tensors in pieces.items():
             for state, views, t in zip(states, self.views, tensors, strict=True):
                 view = self.buffer[start : start + t.numel()].as_strided(t.shape, t.stride(), start)
-                start += t.numel()
+                start += _room(t)
                 view.copy_(t)
                 views[key] = state[key] = _as(state[key], view)
 
@@ -114,8 +115,9 @@ class Replicated(Team):
         part.keep = (part.keep[0] * self.share, part.keep[1] * self.share)
         return part
 
-    def hurries(self, optimizer: InvariantAdam) -> bool:  # noqa: D102
-        return self.group is not None and not self.late and (self.last or optimizer._update.expected is not None)
+    def _hurries(self, optimizer: InvariantAdam) -> bool:
+        """Whether what is complete is sent at once."""
+        return self.size > 1 and not self.late and (self.last or optimizer._update.expected is not None)
 
     def before(self, optimizer: InvariantAdam, p: Tensor) -> None:  # noqa: D102
         super().before(optimizer, p)
@@ -127,13 +129,16 @@ class Replicated(Team):
 
     def after(self, optimizer: InvariantAdam, params: list[Tensor]) -> None:  # noqa: D102
         update = optimizer._update
-        if not self.hurries(optimizer):
+        if not self._hurries(optimizer):
             return
         for p in params:
             if self.last or update.parts[p].kappa >= (update.expected or 0.0) / self.size * _ROUNDING:
                 self.bucket_of[p].ready.add(p)
         while self.begun < len(self.buckets) and len(self._next.ready) == len(self._next.params):
-            self._launch(optimizer)
+            if any(p in update.queue for p in self._next.params):
+                optimizer._flush_queue()  # which comes back here, and sends
+            else:
+                self._launch(optimizer)
 
     def finish_last(self, optimizer: InvariantAdam) -> None:  # noqa: D102
         if self.update is optimizer._update and self.agreed is not self.update and not self.late:
@@ -170,8 +175,9 @@ class Replicated(Team):
                 if keep != 1.0:
                     self.local(state[key]).mul_(keep)
             part.keep = ONES
-        with in_touch("adding up moments"):
-            bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+        if self.size > 1:
+            with in_touch("adding up moments"):
+                bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
         bucket.ready.clear()
         bucket.ours = True
         self.begun += 1
@@ -187,6 +193,10 @@ class Replicated(Team):
             bucket.ours = False
             for p in bucket.params:
                 optimizer._update.parts[p].keep = (self.share, self.share)
+
+
+def _room(t: Tensor) -> int:
+    return -(-t.numel() // _ALIGNED) * _ALIGNED
 
 
 def _as(moment: Tensor, local: Tensor) -> Tensor:

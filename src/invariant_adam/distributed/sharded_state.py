@@ -2,7 +2,9 @@
 
 The moments of each parameter are cut along its first dimension, a piece per rank. Each backward's gradients and squares
 are reduce-scattered, bucket by bucket while it runs, and folded where they arrive; after the step the weights, each
-moved by the rank that has its moments, are gathered. Nothing but a bucket or two is alive beside the pieces.
+moved by the rank that has its moments, are gathered. Nothing but a bucket or two is alive beside the pieces. A bucket's
+pieces of the moments lie as what arrives for them does, so that packing, squaring and folding are each an operation or
+two on a whole bucket, not on each of its parameters.
 
 Ranks may bring any number of micro-batches. A backward announces itself (one number, summed over the ranks), and a rank
 that has come to `step()` sends zeros for as long as another announces one.
@@ -11,7 +13,7 @@ that has come to `step()` sends zeros for as long as another announces one.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,47 +32,138 @@ if TYPE_CHECKING:
 # Bytes of gradients that travel together; their squares come on top.
 BUCKET_BYTES = 25 << 20
 _IN_FLIGHT = 2  # buckets that may be on the wire at once
+_ALIGNED = 4  # elements: each piece begins at a multiple of 16 bytes, where kernels load that many at a time
+
+
+class Gradient(NamedTuple):
+    """A gradient that waits for the others of its bucket; factors₁·grad and factors₂·square are then added up."""
+
+    grad: Tensor
+    square: Tensor | None  # None: the gradient's own
+    factors: tuple[float, float]
 
 
 class Bucket:
-    """Parameters that travel together: to each rank its piece of one after the other, padded to the same size."""
+    """Parameters that travel together: to each rank its piece of one after the other, padded to the same size.
 
-    def __init__(self, params: list[Tensor], ranks: int, dtype: torch.dtype) -> None:
-        self.params = params
-        self.dtype = dtype
-        self.filled: set[Tensor] = set()
-        self.buffer: Tensor | None = None  # (ranks, 2, size): what goes to each, gradients and squares
+    Args:
+        index: its place among the buckets.
+        params: of one device and dtype.
+        ranks: how many they are cut for.
+        dtype: of the moments, and of what travels.
+    """
+
+    def __init__(self, index: int, params: list[Tensor], ranks: int, dtype: torch.dtype) -> None:
+        self.index, self.params, self.ranks, self.dtype = index, params, ranks, dtype
+        self.arrived: dict[Tensor, Gradient] = {}
         self.places: dict[Tensor, slice] = {}
+        self.gaps: dict[Tensor, int] = {}  # elements that are left out after each
+        self.views: list[dict[str, Tensor]] = []  # the moments of each parameter
+        self.moments: Tensor  # (2, size): their memory
         start = 0
         for p in params:
-            rows = -(-p.shape[0] // ranks) if p.ndim else 1
-            size = rows * (p.numel() // p.shape[0]) if p.ndim and p.shape[0] else rows
-            self.places[p] = slice(start, start + size)
-            start += size
+            size = -(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) if p.numel() and p.ndim else p.numel()
+            self.places[p], self.gaps[p] = slice(start, start + size), -size % _ALIGNED
+            start += size + self.gaps[p]
         self.size = start
 
-    def fill(self, p: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Write the elements of `values` where the ranks that hold them will get them.
+    def attach(self, optimizer: InvariantAdam, team: ShardedState) -> None:
+        """Move this rank's pieces of the moments into one buffer, unless they are there already."""
+        states = [optimizer.state[p] for p in self.params]
+        if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
+            return
+        self.moments = torch.zeros(2, self.size, dtype=self.dtype, device=self.params[0].device)
+        self.views = []
+        for p, state in zip(self.params, states, strict=True):
+            start, views = self.places[p].start, {}
+            for key, row in zip(("exp_avg", "exp_avg_sq"), self.moments, strict=True):
+                piece = team.piece(p, state[key])
+                view = row[start : start + piece.numel()].view(piece.shape)
+                views[key] = state[key] = team.whole(p, view.copy_(piece))
+            self.views.append(views)
+
+    def pack(self, count: Tensor) -> Tensor:
+        """Take what has arrived, and zeros for what has not, as (ranks, 2, size): what goes to each, g and g².
 
         Args:
-            p: the parameter.
-            rows: (ranks, size) of this bucket.
-            values: of the shape of `p`.
+            count: where the elements are counted that are not finite and left out.
         """
-        place = self.places[p]
-        if not p.ndim:
-            rows[:, place] = values  # too small to cut: every rank has it
-            return
-        flat, size = values.reshape(-1), place.stop - place.start
-        whole, rest = divmod(flat.numel(), size)
-        rows[:whole, place] = flat[: whole * size].view(whole, size)
-        if rest:
-            rows[whole, place.start : place.start + rest] = flat[whole * size :]
+        arrived, self.arrived = self.arrived, {}
+        device = self.params[0].device
+        if not arrived:
+            return torch.zeros(self.ranks, 2, self.size, dtype=self.dtype, device=device)
+        rows = torch.empty(self.ranks, 2, self.size, dtype=self.dtype, device=device)
+        found = [arrived.get(p) for p in self.params]
+        grads = [p.new_zeros(p.shape) if x is None else x.grad for p, x in zip(self.params, found, strict=True)]
+        paired = any(x.square is not None for x in arrived.values())
+        squares = grads
+        if paired:
+            squares = [
+                g.to(self.dtype).square() if x is None or x.square is None else x.square
+                for g, x in zip(grads, found, strict=True)
+            ]
+        self._lay([*grads, *squares], rows.view(self.ranks, -1))
+        g, s = rows[:, 0], rows[:, 1]
+        kernels.guard([g], [s] if paired else None, count)
+        if not paired:
+            torch.mul(g, g, out=s)
+        self._scale(arrived, g, s)
+        return rows
 
-    def read(self, p: Tensor, rows: Tensor) -> Tensor:
-        """Read back what `fill` wrote."""
-        place = self.places[p]
-        return rows[:, place].reshape(-1)[: p.numel()].view(p.shape)
+    def _lay(self, tensors: list[Tensor], rows: Tensor) -> None:
+        """Write to each rank its rows of one tensor after the other, the list of all parameters once or more."""
+        if len({t.dtype for t in tensors}) > 1:
+            tensors = [t.to(self.dtype) for t in tensors]
+        gap = tensors[0].new_zeros(self.ranks * _ALIGNED)
+        pieces = []
+        for i, t in enumerate(tensors):
+            p = self.params[i % len(self.params)]
+            if t.numel():
+                pieces.append((t if t.ndim else t.expand(self.ranks)).contiguous())  # every rank has what cannot be cut
+            if self.gaps[p]:
+                pieces.append(gap[: self.ranks * self.gaps[p]])
+        if pieces:
+            torch._chunk_cat(pieces, 0, self.ranks, out=rows)
+
+    def _scale(self, arrived: dict[Tensor, Gradient], g: Tensor, s: Tensor) -> None:
+        """Put the factors on what was packed: at once where all have the same."""
+        kinds = {x.factors for x in arrived.values()}
+        for p, x in arrived.items() if len(kinds) > 1 else [(None, Gradient(g, s, kinds.pop()))]:
+            for rows, factor in zip((g, s), x.factors, strict=True):
+                if factor != 1.0:
+                    (rows if p is None else rows[:, self.places[p]]).mul_(factor)
+
+    def gather(self, pieces: list[Tensor]) -> Tensor:
+        """Lay pieces of all parameters as their moments lie."""
+        own = torch.zeros(self.size, dtype=pieces[0].dtype, device=pieces[0].device)
+        starts = [place.start for place in self.places.values()]
+        into = [own[i : i + piece.numel()] for i, piece in zip(starts, pieces, strict=True)]
+        torch._foreach_copy_(into, [piece.reshape(-1) for piece in pieces])
+        return own
+
+    def spread(self, rows: Tensor) -> None:
+        """Give the parameters the values that the ranks have of them.
+
+        Args:
+            rows: (ranks, size), what `gather` made on each.
+        """
+        into, values = [], []
+        for p, place in self.places.items():
+            w, n, size = p.detach(), p.numel(), place.stop - place.start
+            if not p.ndim:
+                into.append(w)
+                values.append(rows[0, place.start])
+            elif not w.is_contiguous():
+                into.append(w)
+                values.append(rows[:, place].reshape(-1)[:n].view(p.shape))
+            elif n:
+                whole, rest = divmod(n, size)
+                into.append(w.view(-1)[: whole * size].view(whole, size))
+                values.append(rows[:whole, place])
+                if rest:
+                    into.append(w.view(-1)[whole * size :])
+                    values.append(rows[whole, place.start : place.start + rest])
+        torch._foreach_copy_(into, values)
 
 
 class ShardedState(Team):
@@ -118,27 +211,26 @@ class ShardedState(Team):
                 if sum(q.numel() for q in filling[kind]) * kind[2].itemsize >= self.bucket_bytes:
                     full.append((kind[2], filling.pop(kind)))
             full += [(kind[2], rest) for kind, rest in filling.items()]
-            self.buckets = [Bucket(params, self.size, dtype) for dtype, params in full]
+            self.buckets = [Bucket(i, params, self.size, dtype) for i, (dtype, params) in enumerate(full)]
             self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for p in params:
-            state = optimizer.state[p]
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = self._cut(p, state[key].to(p.device, kinds[p][2]))
+        for bucket in self.buckets:
+            bucket.attach(optimizer, self)
         self.round, self.begun = None, 0
 
-    def _cut(self, p: Tensor, moment: Tensor) -> Tensor:
-        """This rank's piece of a moment, unless it is that already."""
-        if not p.ndim:
-            return moment
-        mesh = self._mesh(p.device.type)
+    def piece(self, p: Tensor, moment: Tensor) -> Tensor:
+        """This rank's piece of a moment of `p`, which may be that already."""
         if isinstance(moment, DTensor):
-            if moment.device_mesh == mesh and moment.placements == (Shard(0),):
-                return moment
+            if moment.device_mesh == self._mesh(p.device.type) and moment.placements == (Shard(0),):
+                return self.local(moment)
             moment = moment.full_tensor()
-        rows = self._rows(p)
-        piece = moment[rows].clone(memory_format=torch.contiguous_format)
-        whole = torch.empty(p.shape, device="meta")
-        return DTensor.from_local(piece, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=whole.stride())
+        return moment[self._rows(p)] if p.ndim else moment
+
+    def whole(self, p: Tensor, piece: Tensor) -> Tensor:
+        """The moment of `p` of which this rank has `piece`."""
+        if not p.ndim:
+            return piece
+        mesh, stride = self._mesh(p.device.type), torch.empty(p.shape, device="meta").stride()
+        return DTensor.from_local(piece, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=stride)
 
     def _mesh(self, device: str) -> DeviceMesh:
         if device not in self.meshes:
@@ -150,7 +242,7 @@ class ShardedState(Team):
         return slice(min(self.rank * size, p.shape[0]), min((self.rank + 1) * size, p.shape[0]))
 
     def weight(self, p: Tensor) -> Tensor:  # noqa: D102
-        return p.detach()[self._rows(p)] if p.ndim else p
+        return p.detach()[self._rows(p)] if p.ndim and self.size > 1 else p
 
     # ---------------------------------------------------------------- gradients -> pieces of the moments
 
@@ -161,23 +253,23 @@ class ShardedState(Team):
         optimizer._update.parts |= zip(params, parts, strict=True)
         for p, part, x in zip(params, parts, arrivals, strict=True):
             bucket = self.bucket_of[p]
-            if self.round is not None and (self.round != task or p in bucket.filled):
+            # In a backward inside a backward a parameter may come twice, even after its bucket was sent.
+            again = p in bucket.arrived or bucket.index < self.begun
+            if self.round is not None and (self.round != task or again):
                 self._end_round(optimizer)
             if self.round is None:
                 self._begin_round(optimizer, task)
             sign = 1.0 if x.signed else optimizer._sign(p)
-            kernels.guard([x.grad], None if x.square is None else [x.square], optimizer._counter(x.grad.device))
-            grad = x.grad.to(bucket.dtype)
-            square = grad.square() if x.square is None else x.square
-            rows = self._buffer(bucket)
-            bucket.fill(p, rows[:, 0], grad * (x.kappa * sign * x.scale[0]))
-            bucket.fill(p, rows[:, 1], square * (x.kappa * sign**2 * x.scale[1]))
-            bucket.filled.add(p)
+            grad, square = x.grad, x.square
+            if x.borrowed:
+                grad, square = grad.clone(), None if square is None else square.clone()
+            factors = (x.kappa * sign * x.scale[0], x.kappa * sign**2 * x.scale[1])
+            bucket.arrived[p] = Gradient(grad, square, factors)
             optimizer._update.kinds.add(x.square is not None)
             part.kappa += x.kappa
             while self.begun < len(self.buckets):
                 bucket = self.buckets[self.begun]
-                if len(bucket.filled) < len(bucket.params):
+                if len(bucket.arrived) < len(bucket.params):
                     break
                 self._send(optimizer)
         if optimizer._fold_in == "call":
@@ -206,6 +298,8 @@ class ShardedState(Team):
 
     def _announce(self, value: float, wait: bool = True) -> Any:
         """Say that a round comes (1) or not (0); return how many ranks have one."""
+        if self.size == 1:
+            return value
         cpu = any(d.type == "cpu" for d in self.group._device_types)
         number = torch.tensor(value, device="cpu" if cpu else self.buckets[0].params[0].device)
         work = dist.all_reduce(number, group=self.group, async_op=True)
@@ -213,12 +307,6 @@ class ShardedState(Team):
             return number, work
         work.wait()
         return number.item()
-
-    def _buffer(self, bucket: Bucket) -> Tensor:
-        if bucket.buffer is None:
-            like = bucket.params[0]
-            bucket.buffer = torch.zeros(self.size, 2, bucket.size, dtype=bucket.dtype, device=like.device)
-        return bucket.buffer
 
     def _send_rest(self, optimizer: InvariantAdam) -> None:
         while self.begun < len(self.buckets):
@@ -228,8 +316,7 @@ class ShardedState(Team):
     def _send(self, optimizer: InvariantAdam) -> None:
         """Send the next bucket; all ranks take them in the same order."""
         bucket = self.buckets[self.begun]
-        rows, bucket.buffer = self._buffer(bucket), None
-        bucket.filled.clear()
+        rows = bucket.pack(optimizer._counter(bucket.params[0].device))
         self.begun += 1
         narrow = self.squares_dtype
         if narrow is None:
@@ -250,37 +337,33 @@ class ShardedState(Team):
         bucket, landing = self.flying.pop(0)
         grads, squares = landing().view(2, -1)
         parts = optimizer._update.parts
-        alike: dict[Any, list[tuple[Tensor, ...]]] = defaultdict(list)
+        alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in bucket.params:
-            if p not in parts:  # no gradient on this rank, but perhaps on another
-                parts[p] = optimizer._begin(p)
-            part, state = parts[p], optimizer.state[p]
-            m, v = self.local(state["exp_avg"]), self.local(state["exp_avg_sq"])
-            start = bucket.places[p].start
-            if m.numel():
-                g, s = (x[start : start + m.numel()].view(m.shape) for x in (grads, squares))
-                alike[part.keep, part.b].append((g, s, m, v))
+            part = parts.get(p)
+            if part is None:  # no gradient on this rank, but perhaps on another
+                part = parts[p] = optimizer._begin(p)
+            alike[part.keep, part.b].append(p)
             part.keep = ONES
-        for (keep, gain), folds in alike.items():
-            lists = [list(tensors) for tensors in zip(*folds, strict=True)]
-            kernels.fold(*lists, keep=keep, gain=gain, count=optimizer._counter(lists[0][0].device))
+        for (keep, gain), params in alike.items():
+            lists = [[x] for x in (grads, squares, *bucket.moments)]
+            if len(alike) > 1:
+                lists = [[x[bucket.places[p]] for p in params] for (x,) in lists]
+            kernels.fold(*lists, keep=keep, gain=gain, count=optimizer._counter(grads.device))
 
     # ---------------------------------------------------------------- weights -> everyone
 
     def moved(self, optimizer: InvariantAdam) -> None:  # noqa: D102
         super().moved(optimizer)
+        if self.size == 1:
+            return
         landing = []
         for bucket in self.buckets:
-            own = torch.zeros(bucket.size, dtype=bucket.params[0].dtype, device=bucket.params[0].device)
-            for p in bucket.params:
-                piece, start = self.weight(p), bucket.places[p].start
-                own[start : start + piece.numel()] = piece.reshape(-1)
+            own = bucket.gather([self.weight(p).detach() for p in bucket.params])
             rows = own.new_empty(self.size, bucket.size)
             landing.append((bucket, rows, all_gather(rows.view(-1), own, group=self.group, async_op=True)))
         for bucket, rows, work in landing:
             work.wait()
-            for p in bucket.params:
-                p.detach().copy_(bucket.read(p, rows) if p.ndim else rows[0, bucket.places[p].start])
+            bucket.spread(rows)
         # What every rank has of its own was summed in another order on each; the first's is everyone's.
         scalars = [optimizer.state[p][key] for p in self.kinds if not p.ndim for key in ("exp_avg", "exp_avg_sq")]
         if scalars:
