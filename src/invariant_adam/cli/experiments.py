@@ -120,7 +120,7 @@ def reproduce(
     warmup: Annotated[str, typer.Option(help="Linear warm-ups in samples, with commas; 0 is none.")] = "0",
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     lanes: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once in a process; by default 2 on a GPU, 1 elsewhere.")
+        int | None, typer.Option(min=1, help="Runs at once in a process; by default 4 on a GPU, 1 elsewhere.")
     ] = None,
     shard: Annotated[str, typer.Option(help="I/N: make the I-th of N parts, about equal in work.")] = "1/1",
     budget: Annotated[
@@ -177,7 +177,7 @@ def reproduce(
             path,
             engine.value,
             graphs,
-            lanes or (2 if where == "cuda" else 1),
+            lanes or (4 if where == "cuda" else 1),
             workers,
             precision_of(precision, where),
             None if budget is None else time.time() + budget,
