@@ -44,17 +44,18 @@ class Launch:
         active = driver.active
         device = active.get_current_device()
         key, values = kind(args)
-        key.append(device)
-        known = tuple(key)
+        known = (device, *key)
         found = self.compiled.get(known)
         if found is None:
-            self.compiled[known] = self._by_triton(args)
+            compiled = self._by_triton(args)
+            own = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks: nobody watches
+            self.compiled[known] = compiled.run, own, compiled
             return
         every = self.values.copy()
         for place, value in zip(self.places, values, strict=True):
             every[place] = value
-        stream = active.get_current_stream(device)
-        found.run(*self.blocks, stream, found.function, found.packed_metadata, None, None, None, *every)
+        run, own, _ = found
+        run(*self.blocks, active.get_current_stream(device), *own, *every)
 
     def _by_triton(self, args: tuple[Any, ...]) -> Any:
         return self.kernel[self.grid](**dict(zip(self.given, args, strict=True)), **self.fixed)

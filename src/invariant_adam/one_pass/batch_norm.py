@@ -128,33 +128,38 @@ def ghosts(module: _BatchNorm) -> bool:
     return module.training or module.running_mean is None
 
 
-def patches(norms: list[tuple[str, _BatchNorm]], engine: Engine) -> Iterator[Patch]:
+def patches(model: nn.Module, engine: Engine) -> Iterator[Patch]:
     """Give train-mode batch norms without a trainable weight or bias their ghost forward.
 
     Those with one are seen through it; these touch no parameter, so no operation of theirs would
     be.
     """
     owners: dict[int, nn.Module] = {}
-    for name, module in norms:
+    for module in engine.norms:
         if not ghosts(module):
             continue
-        for p in (module.weight, module.bias):
+        affine = module.weight, module.bias
+        for p in affine:
             entry = engine.entries.get(id(p))
             if entry is not None:
                 if owners.setdefault(id(p), module) is not module:
                     raise UnsupportedUse(
-                        f"{name} shares its weight or bias with another batch norm, and the updates of their running "
-                        "statistics cannot be told apart; give each its own, or loop over micro-batches"
+                        f"{_name(model, module)} shares its weight or bias with another batch norm, and the updates of "
+                        "their running statistics cannot be told apart; give each its own, or loop over micro-batches"
                     )
                 entry.tracked, entry.cumulative = module.num_batches_tracked, module.momentum is None
-        if any(p is not None and p.requires_grad for p in (module.weight, module.bias)):
+        if any(p is not None and p.requires_grad for p in affine):
             continue
         if type(module).forward is not _BatchNorm.forward:
             raise UnsupportedUse(
-                f"{name} is a {type(module).__name__} without a trainable weight and with a "
+                f"{_name(model, module)} is a {type(module).__name__} without a trainable weight and with a "
                 "forward of its own; put it in eval mode, or make its weight trainable"
             )
         yield Patch(module, _ghost_forward(module, engine))
+
+
+def _name(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, m in model.named_modules() if m is module)
 
 
 def _ghost_forward(module: _BatchNorm, engine: Engine) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from ..checks import need_torch
@@ -169,9 +168,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for patch in [undo for undo in self.undo if isinstance(undo, batch_norm.Patch)]:
             patch.remove()
             self.undo.remove(patch)
-        norms = [(name, module) for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)]
-        self.modes = [(module, module.training) for _, module in norms]
-        self.undo.extend(batch_norm.patches(norms, self.engine))
+        self.modes = [(module, module.training) for module in self.engine.norms]
+        self.undo.extend(batch_norm.patches(self.model, self.engine))
 
     def __exit__(
         self,
@@ -180,7 +178,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         trace: TracebackType | None,
     ) -> None:
         State.engine = None
-        self.engine.normed = {}
+        self.engine.normed, self.engine.norms = {}, []
         self._restore()
         try:
             if kind is None:

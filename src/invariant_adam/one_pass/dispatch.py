@@ -120,7 +120,7 @@ WRITERS = frozenset(
 
 def operation(func: Any) -> str:
     """The name of a torch function; a property's own name for its getter."""
-    name: str = getattr(func, "__name__", str(func))
+    name: str = getattr(func, "__name__", None) or str(func)
     return func.__self__.__name__ if name == "__get__" else name
 
 

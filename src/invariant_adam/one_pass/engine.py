@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..kernels.gemm_square import wide
 from . import batch_norm
@@ -58,13 +59,14 @@ class Engine:
         self.tickets: dict[torch.device, list[Tensor]] = {}
         # As `refresh` found it the last time; the entries hold their parameters, so that an id stays theirs.
         self.structure: list[Any] = []
+        self.norms: list[_BatchNorm] = []  # while a context is open
         self.order: list[Entry] = []
         self.subscriptions = -1  # `pair.subscriptions` when the entries asked for their takers
         self.spans = False  # a module is there whose statistics may span micro-batches: look again every time
 
     def refresh(self, model: nn.Module) -> list[Entry]:
         """The entries of the parameters that are trainable now."""
-        structure = _structure(model)
+        structure, self.norms = _structure(model)
         if structure == self.structure and not self.spans:
             return self.order
         self.structure = []
@@ -256,18 +258,26 @@ def _parameters(model: nn.Module, sharded: bool) -> Iterable[tuple[str, Tensor]]
     return unsharded_parameters(model)
 
 
-def _structure(model: nn.Module) -> list[Any]:
-    """What `Engine.refresh` depends on: the kinds of all modules, their parameters and what these are."""
+def _structure(model: nn.Module) -> tuple[list[Any], list[_BatchNorm]]:
+    """What `Engine.refresh` depends on: the kinds of all modules, their parameters and what these are.
+
+    And the batch norms, each once.
+    """
     found: list[Any] = []
-    left = [model]
+    norms: dict[int, _BatchNorm] = {}
+    left: list[nn.Module | None] = [model]
     while left:
         module = left.pop()
+        if module is None:
+            continue
         found.append(type(module))
         for p in module._parameters.values():
             if p is not None:
                 found += (id(p), p.requires_grad, p.dtype, p.device, *(p._backward_hooks or ()))
-        left.extend(child for child in module._modules.values() if child is not None)
-    return found
+        left.extend(module._modules.values())
+        if isinstance(module, _BatchNorm):
+            norms[id(module)] = module
+    return found, list(norms.values())
 
 
 def _refuse_modules(model: nn.Module) -> None:

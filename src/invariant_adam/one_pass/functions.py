@@ -200,6 +200,13 @@ def cast(grad: Tensor | None, handle: Handle) -> Tensor | None:
     return grad if grad is None or grad.dtype == handle.dtype else grad.to(handle.dtype)
 
 
+def call(function: type[Function], x: Tensor, *args: Any) -> Any:
+    """`function.apply(x, *args)` without what it does for functorch, where that is not at work."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(x, *args)
+    return super(Function, function).apply(torch._C._functorch.unwrap_if_dead(x), *args)  # type: ignore[misc]
+
+
 def plain(w: Any) -> Any:
     """A parameter as it is to be saved: in a backward each use of it would ask its dispatcher."""
     return w if w is None or torch.compiler.is_compiling() else w.detach()

@@ -40,10 +40,11 @@ def group_ids(x: Tensor, groups: Groups) -> Tensor | None:
 def _walk(node: Any, groups: Groups, depth: int) -> Tensor | None:
     if node is None or depth > DEPTH:
         return None
-    ids: Tensor | None = getattr(node, "group_ids", None)
-    if ids is not None:
-        return ids
     name = node.name()
+    ids: Tensor | None
+    if name == "RoutedLinearBackward":
+        ids = node.group_ids
+        return ids
     if name == "IndexBackward0":
         indices = node._saved_indices
         sizes = node._saved_self_sym_sizes

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels.conv_square import Geometry
 from .batch_norm import ghost_statistics
 from .dispatch import dispatch, rule
-from .functions import Affine, Conv, Embedding, GhostNorm, LayerNorm, Linear, RoutedLinear
+from .functions import Affine, Conv, Embedding, GhostNorm, LayerNorm, Linear, RoutedLinear, call
 from .groups import UnsupportedUse
 from .handles import Handle, lift
 from .into import SMALL
@@ -82,7 +82,7 @@ def linear_with(
     x = autocast(x)
     if place.ids is not None:
         return RoutedLinear.apply(x, w, tag_w, b, tag_b, place.ids, engine.groups, flip, hw, hb)
-    return Linear.apply(x, w, tag_w, b, tag_b, engine.groups, place.axis, flip, hw, hb)
+    return call(Linear, x, w, tag_w, b, tag_b, engine.groups, place.axis, flip, hw, hb)
 
 
 @rule("linear")
@@ -169,7 +169,7 @@ def _convolve(
         groups,
         n == 2 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous(),
     )
-    return Conv.apply(x, w, tag_w, b, tag_b, engine.groups, geo, hw, hb)
+    return call(Conv, x, w, tag_w, b, tag_b, engine.groups, geo, hw, hb)
 
 
 @rule("conv1d", "conv2d", "conv3d")
@@ -310,7 +310,7 @@ def layer_norm(
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
         input = input.float()  # as autocast does for layer norm
-    return LayerNorm.apply(input, w, tag_w, b, tag_b, engine.groups, place.axis, shape, eps, hw, hb)
+    return call(LayerNorm, input, w, tag_w, b, tag_b, engine.groups, place.axis, shape, eps, hw, hb)
 
 
 @rule("rms_norm")
@@ -332,15 +332,17 @@ def _channel_affine(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     w, tag_w = parts(engine, hw, weight)
     b, tag_b = parts(engine, hb, bias, 1)
-    return Affine.apply(x, w, tag_w, b, tag_b, engine.groups, hw, hb)
+    return call(Affine, x, w, tag_w, b, tag_b, engine.groups, hw, hb)
 
 
-def _channel_place(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any) -> bool:
-    """Whether x is a batch of channel tensors that a channel norm's rule can serve."""
+def _channel_place(
+    engine: Engine, name: str, x: Tensor, weight: Any, bias: Any
+) -> tuple[Handle | None, Handle | None] | None:
+    """The handles, where x is a batch of channel tensors that a channel norm's rule can serve."""
     held = (engine.handle_of(weight), engine.handle_of(bias))
     if engine.holds(x) or _varies((weight, held[0]), (bias, held[1])):
-        return False
-    return engine.place(x, x.ndim - 1, name, held) is not None
+        return None
+    return None if engine.place(x, x.ndim - 1, name, held) is None else held
 
 
 @rule("group_norm")
@@ -354,7 +356,7 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Group norm: per sample, then a channel's scale and shift."""
-    if not _channel_place(engine, "group_norm", input, weight, bias):
+    if _channel_place(engine, "group_norm", input, weight, bias) is None:
         return NotImplemented
     return _channel_affine(engine, "group_norm", F.group_norm(input, num_groups, None, None, eps), weight, bias)
 
@@ -396,7 +398,7 @@ def instance_norm(
             "train mode, whose running statistics would differ from the loop's; set "
             "track_running_stats=False"
         )
-    if not _channel_place(engine, "instance_norm", input, weight, bias):
+    if _channel_place(engine, "instance_norm", input, weight, bias) is None:
         return NotImplemented
     x = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
     return _channel_affine(engine, "instance_norm", x, weight, bias)
@@ -416,20 +418,21 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Batch norm: in train mode each micro-batch has its own statistics, as in the loop."""
-    if not _channel_place(engine, "batch_norm", input, weight, bias):
+    held = _channel_place(engine, "batch_norm", input, weight, bias)
+    if held is None:
         return NotImplemented
     if not training:
         x = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
         return _channel_affine(engine, "batch_norm", x, weight, bias)
-    hw, hb = engine.handle_of(weight), engine.handle_of(bias)
-    entry = next((h.entry for h in (hw, hb) if h is not None and h.entry is not None), None)
+    hw, hb = held
+    entry = next((h.entry for h in held if h is not None and h.entry is not None), None)
     tracked, cumulative = (None, False) if entry is None else (entry.tracked, entry.cumulative)
     w, tag_w = parts(engine, hw, weight)
     b, tag_b = parts(engine, hb, bias, 1)
     mean, rstd, made = ghost_statistics(
         engine, input, running_mean, running_var, tracked, momentum, cumulative, eps, w, b
     )
-    return GhostNorm.apply(input, mean, rstd, w, tag_w, b, tag_b, engine.groups, hw, hb, made)
+    return call(GhostNorm, input, mean, rstd, w, tag_w, b, tag_b, engine.groups, hw, hb, made)
 
 
 @rule(
