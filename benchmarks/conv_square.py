@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python benchmarks/conv_square.py --json benchmarks/results/conv_square_h200.json
 
-ResNet-18 on 32×32 (B=800, M=25) and ResNet-50 on 224×224 (B=64, M=8), bfloat16, channels last, random operands, the
+ResNet-18 on 32×32 (B=800, M=25) and ResNet-50 on 224×224 (B=64, M=8), or with `--model grouped` convolutions in
+channel groups and depthwise ones on 224×224 (B=64, M=8); bfloat16, channels last, random operands, the
 cache flushed before each run, medians. Each convolution is tuned first, over all its ways (see `conv_ways`), for this
 run alone unless INVARIANT_ADAM_CACHE names a folder; the row says which way won, and what the others cost. Batch norm
 is timed forward and backward. Errors are checked against the library's gradients of the groups. The file is written
@@ -49,7 +50,13 @@ RESNET50 = [
     (1, 1024, 512, 14, 1, 1), (1, 512, 512, 14, 3, 2), (2, 512, 512, 7, 3, 1), (3, 512, 2048, 7, 1, 1),
     (2, 2048, 512, 7, 1, 1), (1, 1024, 2048, 14, 1, 2),
 ]  # fmt: skip
-MODELS = {"resnet18": (RESNET18, 800, 25), "resnet50": (RESNET50, 64, 8)}
+# and channel groups: of a ResNeXt-50 (32×4d), then depthwise ones of a MobileNetV2
+GROUPED = [
+    (3, 128, 128, 56, 3, 1, 32), (3, 256, 256, 28, 3, 1, 32), (5, 512, 512, 14, 3, 1, 32), (2, 1024, 1024, 7, 3, 1, 32),
+    (1, 32, 32, 112, 3, 1, 32), (1, 144, 144, 56, 3, 1, 144), (3, 192, 192, 28, 3, 1, 192),
+    (4, 576, 576, 14, 3, 1, 576),
+]  # fmt: skip
+MODELS = {"resnet18": (RESNET18, 800, 25), "resnet50": (RESNET50, 64, 8), "grouped": (GROUPED, 64, 8)}
 # times, channels, pixels a side
 NORMS = {
     "resnet18": [(5, 64, 32), (5, 128, 16), (5, 256, 8), (5, 512, 4)],
@@ -82,12 +89,13 @@ def random(*shape):
     return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
 
 
-def layer(model, inner, out, pixels, kernel, stride):
+def layer(model, inner, out, pixels, kernel, stride, groups=1):
     """G and X of a layer, (κ, M, ...), and its geometry."""
     _, batch, micro = MODELS[model]
     pad = kernel // 2
     side = (pixels + 2 * pad - kernel) // stride + 1
-    geo = Geometry((out, inner, kernel, kernel), (stride,) * 2, (pad,) * 2, (1, 1), False, (0, 0), 1, True)
+    weight, taps = (out, inner // groups, kernel, kernel), ((stride,) * 2, (pad,) * 2, (1, 1))
+    geo = Geometry(weight, *taps, False, (0, 0), groups, True)
     shapes = (out, side, side), (inner, pixels, pixels)
     return *(random(batch, *shape).unflatten(0, (batch // micro, micro)) for shape in shapes), geo
 
@@ -147,7 +155,7 @@ def convolutions(model):
         plain_all, ours_all = plain_all + times * plain, ours_all + times * ours
         yield {
             "model": model, "times": times, "inner": shape[0], "out": shape[1], "pixels": shape[2],
-            "kernel": shape[3], "stride": shape[4], "plain_ms": round(plain, 4),
+            "kernel": shape[3], "stride": shape[4], "groups": geo.groups, "plain_ms": round(plain, 4),
             "plain_tflops": round(2 * g.numel() * geo.weight[1] * shape[3] ** 2 / plain / 1e9, 1),
             "way": chosen.way, "ratio": round(ours / plain, 3), "errors": wrong,
             "ways": {way: round(t / plain, 3) for way, t in ms.items()}, "config": list(chosen),
@@ -196,12 +204,12 @@ def norms(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, help="one network only")
+    parser.add_argument("--model", choices=MODELS, help="one set of layers only; resnet18 and resnet50 if not given")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile beforehand; 0: none")
     parser.add_argument("--json", type=Path, help="write the result here, after each row")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    models = [args.model] if args.model else list(MODELS)
+    models = [args.model] if args.model else list(NORMS)
     os.environ["INVARIANT_ADAM_TUNE"] = "1"
     if args.jobs:
         compile_all(models, args.jobs)
@@ -213,7 +221,7 @@ def main():
     result |= record.environment(torch.device("cuda")) | {"date": date.today().isoformat(), "rows": []}
     for work in (convolutions, norms):
         for model in models:
-            for row in work(model):
+            for row in work(model) if work is convolutions or model in NORMS else ():
                 print(row, flush=True)
                 result["rows"].append(row)
                 if args.json:

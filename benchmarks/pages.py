@@ -192,23 +192,31 @@ def gemm_rows():
         yield f"| {shape} | {row['plain_tflops']:.0f} | {row['ratio']:.2f} |"
 
 
+CONVOLUTIONS = {
+    "resnet18": "ResNet-18, 800 images of 32², M = 25:",
+    "resnet50": "ResNet-50, 64 images of 224², M = 8:",
+    "grouped": "In channel groups (a ResNeXt-50 32×4d) and depthwise (a MobileNetV2), 64 images of 224², M = 8:",
+}
+
+
 def conv_rows():
-    for name, result, _ in measured("conv_square_h200"):
+    for name, result, _ in measured("conv_square_h200", "conv_square_grouped_h200"):
         for model, rows in by_model(result["rows"]):
-            sizes = {"resnet18": "800 images of 32², M = 25", "resnet50": "64 images of 224², M = 8"}[model]
-            yield f"{NAMES[model].partition(',')[0]}, {sizes}:"
+            yield CONVOLUTIONS[model]
             yield ""
             yield "| layers | channels | image | kernel, stride | library's gradient, ms | with squares | way |"
             yield "|---|---|---|---|---|---|---|"
             for row in rows:
                 if "inner" in row:
-                    cells = [str(row["times"]), f"{row['inner']} → {row['out']}", f"{row['pixels']}²"]
+                    groups = f", {row['groups']} groups" if row.get("groups", 1) > 1 else ""
+                    cells = [str(row["times"]), f"{row['inner']} → {row['out']}{groups}", f"{row['pixels']}²"]
                     cells += [f"{row['kernel']}×{row['kernel']}, {row['stride']}", f"{row['plain_ms']:.3f}"]
                     yield "| " + " | ".join([*cells, f"{row['ratio']:.2f}×", row.get("way", "")]) + " |"
                 elif "all_plain_ms" in row:
                     yield f"| all | | | | {row['all_plain_ms']:.2f} | {row['ratio']:.2f}× | |"
             yield ""
         yield f"(`{result['command']}`, kept as `{name}.json`.)"
+        yield ""
 
 
 def by_model(rows):

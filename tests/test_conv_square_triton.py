@@ -78,6 +78,8 @@ GEOMETRIES = [
     geometry((24, 4, 3, 3), (1, 1), (1, 1), (2, 2), groups=3),
     geometry((9, 1, 3, 3), (2, 2), groups=9, channels_last=True),
     geometry((12, 1, 3, 5), (1, 2), (2, 1), groups=6),
+    geometry((16, 1, 3, 3), groups=16, channels_last=True),
+    geometry((24, 4, 3, 3), groups=4, channels_last=True),
     geometry((20, 24, 1, 1), padding=(0, 0), channels_last=True),
     geometry((8, 3, 7, 7), (2, 2), (3, 3), channels_last=True),
     geometry((10, 2, 3, 4), (1, 3), (1, 2), (2, 1)),
@@ -126,7 +128,8 @@ def test_which_ways_there_are():
     assert names(geometry((72, 64, 3, 3))) == ["implicit", *padded, "library"]
     assert names(geometry((72, 64, 3, 3)), (8, 8)) == ["implicit", "library"]
     assert names(geometry((24, 4, 3, 3), groups=3)) == ["implicit", "library"]
-    assert names(geometry((9, 1, 3, 3), groups=9)) == ["implicit", "library"]
+    assert names(geometry((24, 4, 3, 3), groups=4)) == ["implicit", "merged", "library"]
+    assert names(geometry((8, 1, 3, 3), groups=8)) == ["implicit", "merged", "library"]
 
 
 def test_no_way_is_coarser_than_convolutions_may_be():

@@ -3,6 +3,7 @@
     implicit  the implicit GEMM of `conv_square_triton`, or its sums of products for a depthwise convolution
     padded    the same on an output gradient with sides for tile loads, the next powers of two: see `box`
     packed    the same for few input channels: the taps of a row, neighbours in memory, become channels
+    merged    the same for narrow channel groups, several as one: most products are not wanted, but fill the tiles
     unfold    the inputs of every output position side by side (im2col), then a product of matrices by the same kernel
     product   the same matrices by `gemm_square`, for one tap
     library   the library's weight gradient of each group, squared and added up
@@ -116,6 +117,17 @@ def _packed(task: Task) -> None:
     task.S.copy_(taps[1].movedim(3, 1))
 
 
+def _merged(task: Task) -> None:
+    geo = merged(task.geo)
+    many = task.geo.groups // geo.groups
+    pair = torch.empty(2, *geo.weight, device=task.G.device)
+    implicit(*task._replace(geo=geo, D=pair[0], S=pair[1]))
+    blocks = pair.unflatten(2, (many, -1)).unflatten(1, (geo.groups, many, -1))  # (2, groups, many, O, many, I, ...)
+    wanted = blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)
+    task.D.copy_(wanted[0].reshape(task.geo.weight))
+    task.S.copy_(wanted[1].reshape(task.geo.weight))
+
+
 def _unfold(task: Task) -> None:
     g, x = (t[:, None].permute(0, 3, 1, 2) for t in matrices(task))  # images of one row, (κ, C, 1, R)
     d, s = (as_matrix(t, task.geo)[..., None, None] for t in (task.D, task.S))
@@ -142,6 +154,7 @@ WAYS: dict[str, Callable[[Task], None]] = {
     "implicit": _implicit,
     "padded": _padded,
     "packed": _packed,
+    "merged": _merged,
     "unfold": _unfold,
     "product": _product,
     "library": _library,
@@ -153,7 +166,7 @@ def folds(config: Config, G: Tensor, geo: Geometry, weight: Tensor) -> bool:
     if config.way in ("implicit", "padded"):
         return not is_depthwise(geo)
     format = torch.channels_last if geo.channels_last else torch.contiguous_format
-    if config.way in ("packed", "library") or not weight.is_contiguous(memory_format=format):
+    if config.way in ("packed", "merged", "library") or not weight.is_contiguous(memory_format=format):
         return False
     return config.way == "unfold" or (products.fused is not None and _rows(G) >= 16)
 
@@ -233,6 +246,20 @@ def packed_input(X: Tensor, geo: Geometry, out: int) -> Tensor:
     return room.view(*room.shape[:2], wide, -1).permute(0, 3, 1, 2)
 
 
+def merged(geo: Geometry) -> Geometry:
+    """The convolution whose channel groups are several of these, up to 64 input channels together.
+
+    >>> taps = (1, 1), (1, 1), (1, 1), False, (0, 0)
+    >>> [merged(Geometry((128, inner, 3, 3), *taps, 128 // inner)).groups for inner in (1, 4, 32, 64)]
+    [2, 2, 2, 2]
+    """
+    out, inner, kh, kw = geo.weight
+    many = 1
+    while 2 * many * inner <= 64 and geo.groups % (2 * many) == 0:
+        many *= 2
+    return geo._replace(weight=(out, many * inner, kh, kw), groups=geo.groups // many)
+
+
 def _pixel(geo: Geometry) -> int:
     """Channels of a packed pixel."""
     return max(4, next_power_of_2(geo.weight[1]))
@@ -280,6 +307,8 @@ def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[Config]:
         ways = _of_one_tap(G, geo)
     else:
         ways = _of_taps(G, X, geo)
+    if merged(geo) != geo and geo.groups > 1:
+        ways["merged"] = tiles(merged(geo), (G.shape[1], *G.shape[3:]), G.dtype)
     ways["library"] = [Config()]
     return [config._replace(way=way) for way, configs in ways.items() for config in configs]
 
