@@ -131,37 +131,56 @@ def compile_all(models, jobs):
     start = time.perf_counter()
     work = [(model, shape) for model in models for _, *shape in MODELS[model][0]]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        pool.starmap(compile_layer, work, chunksize=1)
+        waiting = [(args, pool.apply_async(compile_layer, args)) for args in work]
+        for args, done in waiting:
+            try:
+                done.get()
+            except Exception as problem:  # it comes again where it is timed
+                print(*args, problem, flush=True)
     print(f"compiled {len(work)} layers in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def convolutions(model):
     """Rows of one network: each layer's time over the library's, and all of them."""
-    plain_all, ours_all = 0.0, 0.0
+    plain_all, ours_all, whole = 0.0, 0.0, True
     for times, *shape in MODELS[model][0]:
-        start = time.perf_counter()
-        G, X, geo = layer(model, *shape)
-        g, x = (t.flatten(0, 1) for t in (G, X))
-        weight = random(*geo.weight)
-        work = {"plain": partial(conv_backward, g, x, weight, geo, [False, True, False])}
-        chosen = ways.best(G, X, geo)
-        for config in [chosen, *ways.candidates(G, X, geo)]:  # of the other ways, the first configuration
-            if config.way not in work:
-                work[config.way] = partial(ways.conv_square, G, X, geo, config=config)
-        ms = timed(work, 7)
-        plain, ours = ms.pop("plain"), ms[chosen.way]
-        wrong = error(G, X, geo, *ways.conv_square(G, X, geo))
-        assert max(wrong) < 1e-2, (shape, wrong)
-        plain_all, ours_all = plain_all + times * plain, ours_all + times * ours
-        yield {
-            "model": model, "times": times, "inner": shape[0], "out": shape[1], "pixels": shape[2],
-            "kernel": shape[3], "stride": shape[4], "groups": geo.groups, "plain_ms": round(plain, 4),
-            "plain_tflops": round(2 * g.numel() * geo.weight[1] * shape[3] ** 2 / plain / 1e9, 1),
-            "way": chosen.way, "ratio": round(ours / plain, 3), "errors": wrong,
-            "ways": {way: round(t / plain, 3) for way, t in ms.items()}, "config": list(chosen),
-            "seconds": round(time.perf_counter() - start, 1),
-        }  # fmt: skip
-    yield {"model": model, "all_plain_ms": round(plain_all, 3), "ratio": round(ours_all / plain_all, 3)}
+        try:
+            row = convolution(model, *shape)
+        except Exception as problem:  # what was measured stays
+            yield {"model": model, "layer": shape, "failed": f"{type(problem).__name__}: {problem}"[:300]}
+            whole = False
+            continue
+        plain_all += times * row["plain_ms"]
+        ours_all += times * row["plain_ms"] * row["ratio"]
+        yield {"model": model, "times": times} | row
+    if whole:
+        yield {"model": model, "all_plain_ms": round(plain_all, 3), "ratio": round(ours_all / plain_all, 3)}
+
+
+def convolution(model, *shape):
+    """The row of one layer."""
+    start = time.perf_counter()
+    G, X, geo = layer(model, *shape)
+    g, x = (t.flatten(0, 1) for t in (G, X))
+    configs = {"best": ways.best(G, X, geo)}
+    for config in ways.candidates(G, X, geo):  # of each way the first configuration, and the one to take unmeasured
+        configs.setdefault("untuned", config)
+        configs.setdefault(config.way, config)
+    work = {name: partial(ways.conv_square, G, X, geo, config=config) for name, config in configs.items()}
+    wrong = {name: error(G, X, geo, *function()) for name, function in work.items()}
+    assert max(map(max, wrong.values())) < 1e-2, wrong
+    weight = random(*geo.weight)
+    ms = timed(work | {"plain": partial(conv_backward, g, x, weight, geo, [False, True, False])}, 7)
+    plain = ms.pop("plain")
+    ratios = {name: round(t / plain, 3) for name, t in ms.items()}
+    return {
+        "inner": shape[0], "out": shape[1], "pixels": shape[2], "kernel": shape[3], "stride": shape[4],
+        "groups": geo.groups, "plain_ms": round(plain, 4),
+        "plain_tflops": round(2 * g.numel() * geo.weight[1] * shape[3] ** 2 / plain / 1e9, 1),
+        "way": configs["best"].way, "ratio": ratios.pop("best"), "errors": wrong["best"],
+        "untuned": configs["untuned"].way, "untuned_ratio": ratios.pop("untuned"),
+        "ways": ratios, "config": list(configs["best"]), "seconds": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
 
 
 def norms(model):
