@@ -405,6 +405,41 @@ def refuses_one_pass_without_a_check() -> None:
     assert max(found.values()) < 1e-6, found
 
 
+class Hidden(torch.autograd.Function):
+    """A product of which one_pass sees nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w.T, x.T @ g
+
+
+def refuses_gradients_without_squares() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.w = nn.Linear(5, 4), nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+            return Hidden.apply(self.first(x), self.w)
+
+    model = fully_shard(Model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+
+    def backward() -> None:
+        with ia.one_pass(model, micro_batch_size=4, check=False):
+            loss(model, micro_batch(dist.get_rank(), torch.float32, 8)).backward()
+
+    raises("gradients without squares", backward)
+
+
 def checkpointed(folder: str, load: bool, mode: str, updates: Any, start: int = 0) -> dict[str, Any]:
     """Go on from the checkpoint in `folder`, train, save; return the whole state."""
     rank, world = dist.get_rank(), dist.get_world_size()

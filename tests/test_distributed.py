@@ -136,6 +136,8 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(pool, shard_state):
 def test_what_fsdp_cannot_do_exactly_is_refused(pool):
     pool.run("fsdp_refusals", 2)
     pool.run("refuses_one_pass_without_a_check", 2)
+    for world in (1, 2):
+        pool.run("refuses_gradients_without_squares", world)
 
 
 @pytest.mark.parametrize("mode", ["plain", "shard_state", "fsdp2"])

@@ -88,18 +88,11 @@ class Squares:
         if entries is None:  # in float32, whatever the gradients travel in
             return grads.float().square_() if grads.dtype != torch.float32 else grads.square()
         ranks = self.group.mesh_info.shard_mesh_size
-        rows = torch.zeros(ranks, grads.numel() // ranks, device=grads.device)
-        start = 0
-        for fp, entry in entries:
-            flat = self._square(fp, entry).reshape(-1)
-            size = -(-fp._orig_size[0] // ranks) * (flat.numel() // fp._orig_size[0])
-            whole, rest = divmod(flat.numel(), size)
-            rows[:whole, start : start + size] = flat[: whole * size].view(whole, size)
-            if rest:
-                rows[whole, start : start + rest] = flat[whole * size :]
-            start += size
-        if start != rows.shape[1]:
+        squares = [self._square(fp, entry).float() for fp, entry in entries]
+        if grads.numel() != sum(-(-len(s) // ranks) * ranks * (s.numel() // len(s)) for s in squares if s.numel()):
             raise self._incomplete()
+        rows = torch.empty(ranks, grads.numel() // ranks, device=grads.device)
+        torch._chunk_cat(squares, 0, ranks, out=rows)  # as FSDP2 laid the gradients
         return rows.view(-1)
 
     def _incomplete(self) -> UnsupportedUse:
