@@ -400,11 +400,12 @@ class InvariantAdam(Optimizer):
         for alike in self._alike(folds):
             fold = alike[0]
             states = [self.state[f.param] for f in alike]
+            local = self._ranks.local
             kernels.fold(
                 [f.grad for f in alike],
                 None if fold.square is None else [f.square for f in alike if f.square is not None],
-                [self._ranks.local(state["exp_avg"]) for state in states],
-                [self._ranks.local(state["exp_avg_sq"]) for state in states],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
                 keep=fold.keep,
                 gain=fold.gain,
                 count=self._counter(fold.grad.device),
@@ -418,7 +419,7 @@ class InvariantAdam(Optimizer):
             return [folds]
         alike: dict[Any, list[Fold]] = defaultdict(list)
         for f in folds:
-            key = self._group_index[f.param], f.keep, f.gain, f.grad.device, f.grad.dtype, f.square is None
+            key = self._index(f.param), f.keep, f.gain, f.grad.device, f.grad.dtype, f.square is None
             alike[key].append(f)
         return alike.values()
 
@@ -473,7 +474,7 @@ class InvariantAdam(Optimizer):
 
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
-        index, state = self._group_index[p], self.state[p]
+        index, state = self._index(p), self.state[p]
         m, dtype = state["exp_avg"], self._moment_dtype(p)
         if m.device != p.device or m.dtype != dtype:  # a model.to(...) may have come after the optimizer was built
             for name in ("exp_avg", "exp_avg_sq"):
@@ -493,11 +494,11 @@ class InvariantAdam(Optimizer):
 
     def _take(self, p: Tensor) -> _Arrival:
         """Take the gradient or the pair off `p`."""
-        found = pair.take(p)
+        found = pair.take(p) if pair.is_there(p) else None
         if found is not None:
             return self._arrival(p, found)
-        assert p.grad is not None
-        grad, p.grad = p.grad.detach(), None
+        grad = _detached(p.grad)
+        p.grad = None
         if grad.layout != torch.strided:
             # A sparse gradient comes in pieces (uncoalesced), to be summed before the square: made dense, it is.
             grad = grad.to_dense()
@@ -507,7 +508,7 @@ class InvariantAdam(Optimizer):
 
     def _arrival(self, p: Tensor, found: pair.Pair) -> _Arrival:
         piece = self._ranks.gradient
-        grad, square = piece(p, found.grad).detach(), piece(p, found.grad_sq).detach()
+        grad, square = _detached(piece(p, found.grad)), _detached(piece(p, found.grad_sq))
         return _Arrival(grad, square, found.kappa, found.scale, found.borrowed)
 
     def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:
@@ -518,6 +519,8 @@ class InvariantAdam(Optimizer):
             clipped = kernels.clip([x.grad for x in arrivals], self.max_micro_norm, self.loss_divisor)
             for x, grad in zip(arrivals, clipped, strict=True):
                 x.grad = grad
+        if not any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in self.param_groups):
+            return
         for p, x in zip(params, arrivals, strict=True):
             group = self._group(p)
             decay = group["weight_decay"]
@@ -650,7 +653,7 @@ class InvariantAdam(Optimizer):
         """Fold the pairs that one pass left for this step, and refuse gradients that no fold took."""
         lost = self._bind()
         params = list(self._params())
-        left = [p for p in params if pair.peek(p) is not None]
+        left = [p for p in params if pair.is_there(p) and pair.peek(p) is not None]
         if left:
             self._fold(left)
         for p in params:
@@ -687,7 +690,7 @@ class InvariantAdam(Optimizer):
         parts = self._update.parts
         for p, part in parts.items():
             key = (
-                self._group_index[p],
+                self._index(p),
                 part.kappa,
                 part.a,
                 part.b,
@@ -909,8 +912,12 @@ class InvariantAdam(Optimizer):
     def _params(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
+    def _index(self, p: Tensor) -> int:
+        """The place of the group of `p`, which is looked for only where there are several: this is asked often."""
+        return self._group_index[p] if len(self.param_groups) > 1 else 0
+
     def _group(self, p: Tensor) -> dict[str, Any]:
-        return self.param_groups[self._group_index[p]]
+        return self.param_groups[self._index(p)]
 
     def _name(self, p: Tensor) -> str:
         """A name for messages: the user's where `named_parameters()` was given, else the place and the shape."""
@@ -946,6 +953,12 @@ class InvariantAdam(Optimizer):
                 "scaler.scale(loss).backward(); scaler.unscale_(opt); opt.fold(); scaler.update()"
             )
         return True
+
+
+def _detached(grad: Tensor | None) -> Tensor:
+    """A gradient as no part of a graph (create_graph=True)."""
+    assert grad is not None
+    return grad.detach() if grad.requires_grad else grad
 
 
 @dataclass(slots=True)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import chain
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -187,14 +189,17 @@ def _fold_step(
 
 def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:
     """Whether these kernels can take the lists: dense tensors of equal layout and alignment, float32 moments."""
-    strides = [t.stride() for t in tensors]
+    strides = list(map(Tensor.stride, tensors))
     return (
-        {t.dtype for t in tensors} <= DTYPES.keys()
+        set(map(_dtype, tensors)) <= DTYPES.keys()
         and all(t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
-        and all({x.dtype for x in xs} <= {torch.float32} for xs in moments)
-        and all([x.stride() for x in xs] == strides or all(map(_lie_alike, tensors, xs)) for xs in moments)
-        and not any(t.data_ptr() % 16 for ts in (tensors, *moments) for t in ts)
+        and all(set(map(_dtype, xs)) <= {torch.float32} for xs in moments)
+        and all(list(map(Tensor.stride, xs)) == strides or all(map(_lie_alike, tensors, xs)) for xs in moments)
+        and not reduce(or_, map(Tensor.data_ptr, chain(tensors, *moments)), 0) % 16
     )
+
+
+_dtype = attrgetter("dtype")
 
 
 def _lie_alike(a: Tensor, b: Tensor) -> bool:
@@ -281,8 +286,8 @@ def fold_step(
 def _tables(*lists: list[Tensor], block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Addresses, blocks and sizes of a launch over `lists`, and how many blocks it has."""
     device = lists[0][0].device
-    pointers = tuple([t.data_ptr() for row in zip(*lists, strict=True) for t in row])
-    numels = tuple([t.numel() for t in lists[0]])
+    pointers = tuple(map(Tensor.data_ptr, chain.from_iterable(zip(*lists, strict=True))))
+    numels = tuple(map(Tensor.numel, lists[0]))
     if shelf is not None:  # found again by nobody else: a graph must own what it reads
         tables, n = _cut(numels, block)
         address, blocks, sizes = (shelf(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
