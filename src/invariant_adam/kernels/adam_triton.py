@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv
+from .launch import Launch, cdiv
 
 BLOCK, WARPS = 4096, 8
 BLOCK_BOTH, WARPS_BOTH = 512, 4  # of fold_step, which has more in flight
@@ -229,16 +229,12 @@ def fold(
     has = squares is not None
     if len(grads) == 1:
         g, s = grads[0], (squares or grads)[0]
-        grid = (cdiv(g.numel(), BLOCK),)
         if g.numel():
-            _fold_one[grid](
-                g, s, exp_avgs[0], exp_avg_sqs[0], g.numel(), *scalars, HAS_S=has, SIZE=BLOCK, num_warps=WARPS
-            )
+            _start_fold_one(g.numel(), has)(g, s, exp_avgs[0], exp_avg_sqs[0], *scalars)
         return
     tables, n = _tables(grads, squares or grads, exp_avgs, exp_avg_sqs)
     if n:
-        g_type: Any = DTYPES[grads[0].dtype]
-        _fold[(n,)](*tables, *scalars, G=g_type, HAS_S=has, SIZE=BLOCK, num_warps=WARPS)
+        _start_fold(n, grads[0].dtype, has)(*tables, *scalars)
 
 
 def step(
@@ -254,8 +250,7 @@ def step(
     """Step as `adam.step` does."""
     tables, n = _tables(params, exp_avgs, exp_avg_sqs)
     if n:
-        w_type: Any = DTYPES[params[0].dtype]
-        _step[(n,)](*tables, slots, size, eps, decay, W=w_type, SIZE=BLOCK, num_warps=WARPS)
+        _start_step(n, params[0].dtype)(*tables, slots, size, eps, decay)
 
 
 def fold_step(
@@ -276,11 +271,32 @@ def fold_step(
     """Fold and step as `adam.fold_step` does, in one launch."""
     tables, n = _tables(params, grads, squares or grads, exp_avgs, exp_avg_sqs, block=BLOCK_BOTH)
     if n:
-        types: Any = {"W": DTYPES[params[0].dtype], "G": DTYPES[grads[0].dtype]}
-        _fold_step[(n,)](
-            *tables, slots, count, *keep, *gain, LIMIT, size, eps, decay,
-            **types, HAS_S=squares is not None, SIZE=BLOCK_BOTH, num_warps=WARPS_BOTH,
-        )  # fmt: skip
+        start = _start_fold_step(n, params[0].dtype, grads[0].dtype, squares is not None)
+        start(*tables, slots, count, *keep, *gain, LIMIT, size, eps, decay)
+
+
+# The launches over so many blocks, or one tensor of so many elements.
+
+
+@lru_cache(maxsize=4096)
+def _start_fold_one(numel: int, has: bool) -> Launch:
+    return Launch(_fold_one, (cdiv(numel, BLOCK),), n=numel, HAS_S=has, SIZE=BLOCK, num_warps=WARPS)
+
+
+@lru_cache(maxsize=256)
+def _start_fold(n: int, g: torch.dtype, has: bool) -> Launch:
+    return Launch(_fold, (n,), G=DTYPES[g], HAS_S=has, SIZE=BLOCK, num_warps=WARPS)
+
+
+@lru_cache(maxsize=256)
+def _start_step(n: int, w: torch.dtype) -> Launch:
+    return Launch(_step, (n,), W=DTYPES[w], SIZE=BLOCK, num_warps=WARPS)
+
+
+@lru_cache(maxsize=256)
+def _start_fold_step(n: int, w: torch.dtype, g: torch.dtype, has: bool) -> Launch:
+    types: Any = {"W": DTYPES[w], "G": DTYPES[g]}
+    return Launch(_fold_step, (n,), **types, HAS_S=has, SIZE=BLOCK_BOTH, num_warps=WARPS_BOTH)
 
 
 def _tables(*lists: list[Tensor], block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, Tensor], int]:

@@ -71,8 +71,10 @@ def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
             key.append((a.dtype,) if address & 15 else a.dtype)
             values.append(address)
         else:
-            if a is None or type(a) is float:
-                key.append(type(a))
+            if a is None:
+                key.append(None)
+            elif isinstance(a, float):
+                key.append(float)
             elif hasattr(a, "block_shape"):
                 key.append((a.base.dtype, *a.block_shape))
             else:
