@@ -24,6 +24,7 @@ from .engine import Engine
 from .groups import Groups, UnsupportedUse
 from .handles import Entry, State
 from .into import Sink
+from .tracing import Tuples
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
@@ -149,6 +150,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             entry.watcher = None if entry.taker is None else self._arrived
         self.undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
+        self.undo.append(Tuples())
         self._patch()
         engine.known = engine.single = engine.into = False
         engine.outside = True
@@ -319,7 +321,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             )
         for entry in self.armed:
             if engine.into and entry.reached and not entry.done and entry.module in modules and entry.is_empty():
-                wrong.append(f"{entry.name}: no square, while others of its module have one: a compiled graph lost it")
+                wrong.append(
+                    f"{entry.name}: no square, while others of its module have one: a compiled graph lost it; leave "
+                    "into= out"
+                )
             if not entry.done and entry.is_empty():
                 continue  # no gradient, no square: the optimizer skips it
             through = ", ".join(sorted(entry.operations)) or "an operation that torch does not show"
@@ -331,7 +336,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             # A compiled graph does not count what it delivers: count forwards and backwards.
             times = entry.arrived or entry.fired * max(1, self.forwards)
             if entry.companion.grad is None and not entry.done:
-                wrong.append(f"{entry.name}: a gradient without a square (by backward(inputs=...)? freeze the others)")
+                wrong.append(
+                    f"{entry.name}: a gradient without a square (by backward(inputs=...)? freeze the others; in a "
+                    "named tuple that torch.compile did not look into? pass a list)"
+                )
             elif times == 0:
                 wrong.append(f"{entry.name}: a gradient without a square (through {through})")
             elif times > 1:

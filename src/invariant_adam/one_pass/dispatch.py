@@ -206,7 +206,9 @@ def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_t
         tags = [h.tag] * len(values) if name in CONVERSIONS else tree_flatten(call(h.tag))[0]
         out = [lift(v, Handle(v, t, False, h.entry, label=h.label)) for v, t in zip(values, tags, strict=True)]
         return tree_unflatten(out, spec)
-    values, spec = tree_flatten(call(*[h.value for h in held]))
+    # A trace refuses 1 - p for the class of a parameter, and takes it for a view's.
+    tracing = torch.compiler.is_compiling()
+    values, spec = tree_flatten(call(*[h.value.view_as(h.value) if tracing else h.value for h in held]))
     if not any((isinstance(v, Tensor) and v.requires_grad) or h.grouped for v in values for h in held):
         return tree_unflatten(values, spec)
     tags = [engine.grouped(h) for h in held]
@@ -219,7 +221,7 @@ def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_t
         def nth(*tensors: Tensor, i: int = i) -> Tensor:
             return tree_flatten(call(*tensors))[0][i]
 
-        if torch.compiler.is_compiling() or one_to_one or name in CONVERSIONS:
+        if tracing or one_to_one or name in CONVERSIONS:
             tag = torch.func.vmap(nth)(*tags)
         else:
             tag = Derive.apply(nth, engine.groups.kappa, *tags)

@@ -19,7 +19,7 @@ from ..kernels.gemm_square import wide
 from . import batch_norm
 from .dispatch import OnePassParameter, expanded
 from .groups import Groups, UnsupportedUse
-from .handles import Entry, Handle, Lifted
+from .handles import Entry, Handle, Lifted, apart
 from .probe import Probe
 from .routing import group_ids
 
@@ -132,7 +132,7 @@ class Engine:
                 if entry.shared is None:
                     self.share(entry)
                 assert entry.shared is not None
-                return Handle(t.detach(), entry.shared, True, entry)
+                return Handle(apart(t), entry.shared, True, entry)
             if not torch.compiler.is_compiling() and entry.handle is not None:
                 companion, handle = entry.handle
                 if companion is entry.companion and handle.value is t and handle.dtype == t.dtype:

@@ -166,6 +166,15 @@ class Lifted(torch.Tensor):
 
 def lift(value: Tensor, handle: Handle) -> Tensor:
     """A `Lifted` that looks like `value`."""
-    out = value.detach().as_subclass(Lifted)
+    out = apart(value).as_subclass(Lifted)
     out.handle = handle
     return out
+
+
+def apart(value: Tensor) -> Tensor:
+    """A value without its way back to the parameters: that goes by the tag.
+
+    Except in a trace, which may overlook a `Lifted` among the arguments of an operation (see `tracing`): what was
+    overlooked then leads to the parameter still, and its gradient without a square is refused.
+    """
+    return value.view_as(value) if torch.compiler.is_compiling() else value.detach()

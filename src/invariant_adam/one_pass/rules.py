@@ -20,7 +20,7 @@ from .batch_norm import ghost_statistics
 from .dispatch import dispatch, rule
 from .functions import Affine, Conv, Embedding, GhostNorm, LayerNorm, Linear, RoutedLinear, call
 from .groups import UnsupportedUse
-from .handles import Handle, lift
+from .handles import Handle, apart, lift
 from .into import SMALL
 
 if TYPE_CHECKING:
@@ -508,7 +508,7 @@ def expand(engine: Engine, func: Any, input: Any, *sizes: Any) -> Any:
     def resize(lo: int, hi: int, rows: int) -> Tensor:
         return spread(base[lo:hi], rows)
 
-    value = func(h.value.detach(), *sizes)
+    value = func(apart(h.value), *sizes)
     return lift(value, Handle(value, spread(base, batch), True, None, resize, h.label))
 
 

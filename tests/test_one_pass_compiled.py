@@ -1,0 +1,171 @@
+"""Compiled models whose loss is outside of the graph, against the loop: nothing is lost, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loop_oracle import assert_exact
+from test_one_pass_rules import CASES
+from test_one_pass_rules import loss as mean_loss
+from torch import Tensor, nn
+
+import invariant_adam as ia
+from invariant_adam.lab import models
+from invariant_adam.one_pass.groups import UnsupportedUse
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+M, KAPPA = 2, 4
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+MODELS = {
+    "vit": lambda: models.build("vit-cifar", width=8, depth=1, heads=2, hidden=8),
+    "resnet": lambda: models.build("resnet18", width=4, depths=(1,)),
+    "resnet-layer-norm": lambda: models.build("resnet18", width=4, depths=(1,), norm="layer"),
+    "gpt": lambda: models.build("gpt-char", width=8, depth=1, heads=2, context=6),
+    "gpt-tied": lambda: models.build("gpt-char", width=8, depth=1, heads=2, context=6, tied=True),
+}
+
+
+def loss_of(answers: Tensor, targets: Tensor) -> Tensor:
+    answers = answers.float() if answers.dtype == torch.bfloat16 else answers
+    return F.cross_entropy(answers.flatten(0, -2), targets.flatten(), label_smoothing=0.1)
+
+
+def moments_agree(first, second, tolerance):
+    """The moments of two optimizers over the same parameters, each relative to its largest or to a part of them all."""
+    for key, part in (("exp_avg", 1e-3), ("exp_avg_sq", 1e-6)):
+        largest = max(float(state[key].abs().max()) for state in first.state.values())
+        for p, q in zip(first.param_groups[0]["params"], second.param_groups[0]["params"], strict=True):
+            assert (p in first.state) == (q in second.state)
+            if p in first.state:
+                a, b = first.state[p][key], second.state[q][key]
+                assert float((a - b).abs().max()) <= tolerance * max(float(a.abs().max()), part * largest)
+
+
+def against_loop(model, x, y, *, into, autocast=False, backend="aot_eager", updates=2):
+    """Updates of a compiled model by one pass and of its copy by the loop, from the same weights each time."""
+    judge, dtype = copy.deepcopy(model), next(model.parameters()).dtype
+    theirs, ours = (ia.InvariantAdam(m.parameters(), lr=1e-3, state_dtype=torch.float64) for m in (judge, model))
+    run = torch.compile(model, dynamic=False, backend=backend)
+    for _ in range(updates):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            for piece, target in zip(x.split(M), y.split(M), strict=True):
+                loss_of(judge(piece), target).backward()
+            with ia.one_pass(run, M, **({"into": ours} if into else {})):
+                loss_of(run(x), y).backward()
+        theirs.step()
+        ours.step()
+        moments_agree(theirs, ours, 0.1 if autocast else 1e-9 if dtype == torch.float64 else 1e-3)
+        with torch.no_grad():
+            for p, q in zip(judge.parameters(), model.parameters(), strict=True):
+                q.copy_(p)
+
+
+def lab_case(name, dtype):
+    model = MODELS[name]().to(dtype)
+    B = M * KAPPA
+    if isinstance(model, models.GPT):
+        return model, torch.randint(65, (B, 6)), torch.randint(65, (B, 6))
+    return model, torch.randn(B, 3, 32, 32, dtype=dtype), torch.randint(10, (B,))
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_with_its_loss_outside_equals_the_loop(name, into):
+    against_loop(*lab_case(name, torch.float64), into=into)
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_a_compiled_class_token_under_autocast(into):
+    against_loop(*lab_case("vit", torch.float32), into=into, autocast=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_with_the_loss_outside_equals_the_loop(name, into):
+    against_loop(*lab_case(name, torch.float32), into=into, backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_rule_compiled_equals_the_loop(name):
+    model, *batch = CASES[name]()
+    model = model.double()
+    assert_exact(model, tuple(batch), mean_loss, 3, run=torch.compile(model, backend="aot_eager", dynamic=False))
+
+
+class Both(NamedTuple):
+    """A sequence that a trace does not look into."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Meeting(nn.Module):
+    """Parameters that meet the batch or each other in a sequence of tensors."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.token, self.linear = nn.ParameterList([torch.randn(1, 1, 3)]), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, t = self.linear(x), self.token[0]
+        sequence = Both if "named" in self.how else lambda *args: args
+        if "stack" in self.how:
+            return x + torch.stack(sequence(t, 2 * t)).sum(0)
+        if "einsum" in self.how:
+            return x + torch.einsum("abi,abj->abij", sequence(t, t)).sum(3)
+        if "minus" in self.how:
+            return x * (1 - t)
+        return torch.cat(sequence(t.expand(len(x), -1, -1), x), 1)
+
+
+@pytest.mark.parametrize("how", ["cat", "stack", "einsum", "minus"])
+def test_parameters_in_tuples_are_seen_by_a_trace(how):
+    model = Meeting(how).double()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(8, 2, 3, dtype=torch.float64)
+    assert_exact(model, (x,), lambda m, batch: m(*batch).square().mean(), M, run=run)
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("how", ["cat named", "stack named"])
+def test_what_a_trace_overlooks_is_refused(how, into):
+    """No parameter but the overlooked one is in its module, so that nothing else would tell."""
+    model = Meeting(how)
+    opt = ia.InvariantAdam(model.parameters())
+    run = torch.compile(model, backend="aot_eager")
+    with (
+        pytest.raises(UnsupportedUse, match=r"token\.0: a gradient without a square .*pass a list"),
+        ia.one_pass(run, M, **({"into": opt} if into else {})),
+    ):
+        run(torch.randn(8, 2, 3)).square().mean().backward()
+    if into:
+        opt.abandon()
+
+
+def test_traces_look_where_torch_does_once_the_context_is_closed():
+    from torch._dynamo.variables import torch_function as home
+
+    before = home._flatten_vts
+    model = nn.Linear(3, 3)
+    with ia.one_pass(model, M):
+        assert home._flatten_vts is not before
+    assert home._flatten_vts is before
+    opt = ia.InvariantAdam(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="must hold all"), ia.one_pass(model, M, into=opt):
+        pass
+    assert home._flatten_vts is before
