@@ -37,7 +37,7 @@ def conv_backward(
     G: Tensor, X: Tensor, weight: Tensor, geo: Geometry, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The library's gradients of a convolution: input, weight, bias, as `mask` asks."""
-    return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+    return torch.ops.aten.convolution_backward.default(  # type: ignore[no-any-return]
         G,
         X,
         weight,
@@ -73,7 +73,7 @@ def takes_fused(G: Tensor, X: Tensor, geo: Geometry) -> bool:
 
 def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW and S, each of the weight's shape."""
-    X = X.to(G.dtype)
+    X = X if X.dtype == G.dtype else X.to(G.dtype)
     if fused is not None and takes_fused(G, X, geo):
         if torch.compiler.is_compiling():
             shape, *taps = [list(sizes) for sizes in geo[:4]]

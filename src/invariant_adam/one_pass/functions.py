@@ -315,8 +315,10 @@ class Conv(Function):
         db: Any = None
         Sb: Any = None
         if ctx.needs_input_grad[0]:
-            dx = conv_backward(g, x.to(g.dtype), w.to(g.dtype), geo, [True, False, False])[0]
-            dx = dx.to(x.dtype)
+            same = x.dtype == g.dtype == w.dtype  # as nearly always: a cast that casts nothing takes its time, too
+            xs, ws = (x, w) if same else (x.to(g.dtype), w.to(g.dtype))
+            dx = conv_backward(g, xs, ws, geo, [True, False, False])[0]
+            dx = dx if same else dx.to(x.dtype)
         Gs = groups.stack(g, 0)
         if ctx.hw is not None and ctx.needs_input_grad[2]:
             args = [(G, X, geo) for G, X in zip(Gs, groups.stack(x, 0), strict=True)]
