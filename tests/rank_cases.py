@@ -440,6 +440,16 @@ def refuses_gradients_without_squares() -> None:
     raises("gradients without squares", backward)
 
 
+def refuses_penalties_on_shards() -> None:
+    """A gradient of the sharded weight itself would be squared apart from the one that FSDP2 reduces."""
+    for fold in ("backward", "call"):
+        model = sharded_model(init_device_mesh("cpu", (dist.get_world_size(),)))
+        opt = ia.InvariantAdam(model.parameters(), fold=fold, **OPTIONS)
+        ia.distributed.prepare(model, opt)
+        penalised = loss(model, micro_batch(0, torch.float32)) + model.first.weight.full_tensor().square().sum()
+        raises("came past FSDP2's reduction", penalised.backward)
+
+
 def checkpointed(folder: str, load: bool, mode: str, updates: Any, start: int = 0) -> dict[str, Any]:
     """Go on from the checkpoint in `folder`, train, save; return the whole state."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -138,6 +138,7 @@ def test_what_fsdp_cannot_do_exactly_is_refused(pool):
     pool.run("refuses_one_pass_without_a_check", 2)
     for world in (1, 2):
         pool.run("refuses_gradients_without_squares", world)
+        pool.run("refuses_penalties_on_shards", world)
 
 
 @pytest.mark.parametrize("mode", ["plain", "shard_state", "fsdp2"])

@@ -146,6 +146,13 @@ class Squares:
 
     def take(self, grad: Tensor, fp: Any) -> Tensor | None:
         """This rank's piece of the mean square that belongs to its piece of a gradient; None for the gradient's own."""
+        base = grad._base  # what FSDP2 reduced at once
+        if base is None or base.ndim != 1 or (self.mean is not None and base.numel() != self.mean.numel()):
+            raise RuntimeError(
+                f"a gradient of {fp._module_info.param_name} came past FSDP2's reduction: a penalty on the sharded "
+                "weights, perhaps, or one assigned by hand. It would be squared apart from the others; compute the "
+                "penalty inside the forward of a module that fully_shard was called on, or use weight_decay"
+            )
         if self.group.mesh_info.shard_mesh_size == 1:  # FSDP2 does not call us
             if State.engine is None or State.engine.single:
                 return None

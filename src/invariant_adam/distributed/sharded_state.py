@@ -104,7 +104,8 @@ class Bucket:
             ]
         self._lay([*grads, *squares], rows.view(self.ranks, -1))
         g, s = rows[:, 0], rows[:, 1]
-        kernels.guard([g], [s] if paired else None, count)
+        if self.ranks > 1:  # one rank's would be all ranks'; of one alone the fold leaves them out
+            kernels.guard([g], [s] if paired else None, count)
         if not paired:
             torch.mul(g, g, out=s)
         self._scale(arrived, g, s)
