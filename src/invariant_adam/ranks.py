@@ -119,6 +119,7 @@ class Team(Ranks):
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
         self.size = prod(group.size() for group in groups)
+        self.alone = self.size == 1  # with nobody to send to; benchmarks set it to False, to have collectives of one
         self.update: Update | None = None  # the one under way
         self.agreed: Update | None = None  # the one that is closed here, stepped or not
         self.late = False  # a gradient came after the moments were sent
@@ -241,7 +242,7 @@ class Team(Ranks):
 
     def sum(self, values: list[float], device: torch.device) -> list[float]:
         """Add up over the ranks, exactly for whole numbers; on the CPU where the group can, so as not to wait."""
-        if self.size == 1:
+        if self.alone:
             return values
         cpu = all(any(d.type == "cpu" for d in group._device_types) for group in self.groups)
         total = torch.tensor(values, dtype=torch.float64, device="cpu" if cpu else device)

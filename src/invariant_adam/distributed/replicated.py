@@ -117,7 +117,7 @@ class Replicated(Team):
 
     def _hurries(self, optimizer: InvariantAdam) -> bool:
         """Whether what is complete is sent at once."""
-        return self.size > 1 and not self.late and (self.last or optimizer._update.expected is not None)
+        return not self.alone and not self.late and (self.last or optimizer._update.expected is not None)
 
     def before(self, optimizer: InvariantAdam, p: Tensor) -> None:  # noqa: D102
         super().before(optimizer, p)
@@ -175,7 +175,7 @@ class Replicated(Team):
                 if keep != 1.0:
                     self.local(state[key]).mul_(keep)
             part.keep = ONES
-        if self.size > 1:
+        if not self.alone:
             with in_touch("adding up moments"):
                 bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
         bucket.ready.clear()

@@ -82,11 +82,12 @@ class Bucket:
                 views[key] = state[key] = team.whole(p, view.copy_(piece))
             self.views.append(views)
 
-    def pack(self, count: Tensor) -> Tensor:
+    def pack(self, count: Tensor, guard: bool) -> Tensor:
         """Take what has arrived, and zeros for what has not, as (ranks, 2, size): what goes to each, g and g².
 
         Args:
             count: where the elements are counted that are not finite and left out.
+            guard: whether to leave them out here.
         """
         arrived, self.arrived = self.arrived, {}
         device = self.params[0].device
@@ -104,7 +105,7 @@ class Bucket:
             ]
         self._lay([*grads, *squares], rows.view(self.ranks, -1))
         g, s = rows[:, 0], rows[:, 1]
-        if self.ranks > 1:  # one rank's would be all ranks'; of one alone the fold leaves them out
+        if guard:  # one rank's would be all ranks'; of one alone the fold leaves them out
             kernels.guard([g], [s] if paired else None, count)
         if not paired:
             torch.mul(g, g, out=s)
@@ -243,7 +244,7 @@ class ShardedState(Team):
         return slice(min(self.rank * size, p.shape[0]), min((self.rank + 1) * size, p.shape[0]))
 
     def weight(self, p: Tensor) -> Tensor:  # noqa: D102
-        return p.detach()[self._rows(p)] if p.ndim and self.size > 1 else p
+        return p.detach()[self._rows(p)] if p.ndim and not self.alone else p
 
     # ---------------------------------------------------------------- gradients -> pieces of the moments
 
@@ -299,7 +300,7 @@ class ShardedState(Team):
 
     def _announce(self, value: float, wait: bool = True) -> Any:
         """Say that a round comes (1) or not (0); return how many ranks have one."""
-        if self.size == 1:
+        if self.alone:
             return value
         cpu = any(d.type == "cpu" for d in self.group._device_types)
         number = torch.tensor(value, device="cpu" if cpu else self.buckets[0].params[0].device)
@@ -317,10 +318,12 @@ class ShardedState(Team):
     def _send(self, optimizer: InvariantAdam) -> None:
         """Send the next bucket; all ranks take them in the same order."""
         bucket = self.buckets[self.begun]
-        rows = bucket.pack(optimizer._counter(bucket.params[0].device))
+        rows = bucket.pack(optimizer._counter(bucket.params[0].device), guard=not self.alone)
         self.begun += 1
         narrow = self.squares_dtype
-        if narrow is None:
+        if self.alone:
+            landing = rows.view(-1).detach  # the sum of one
+        elif narrow is None:
             landing = scatter_sum(rows.view(self.size, -1), self.group)
         else:
             first = scatter_sum(rows[:, 0].contiguous(), self.group)
@@ -355,7 +358,7 @@ class ShardedState(Team):
 
     def moved(self, optimizer: InvariantAdam) -> None:  # noqa: D102
         super().moved(optimizer)
-        if self.size == 1:
+        if self.alone:
             return
         landing = []
         for bucket in self.buckets:

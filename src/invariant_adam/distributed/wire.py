@@ -21,8 +21,6 @@ def scatter_sum(rows: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         rows: (ranks, n), contiguous.
         group: the ranks.
     """
-    if group.size() == 1:
-        return rows.view(-1).detach  # a sum of one
     out = rows.new_empty(rows.shape[1])
     work = reduce_scatter(out, rows.reshape(-1), group=group, async_op=True)
 
@@ -38,8 +36,6 @@ def scatter_sum_narrow(rows: Tensor, dtype: torch.dtype, group: dist.ProcessGrou
 
     A reduce-scatter would add in the dtype that travels, and in bfloat16 lose a little more with every rank.
     """
-    if group.size() == 1:
-        return lambda: rows[0].to(dtype)
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     work = dist.all_to_all_single(out, rows, group=group, async_op=True)
