@@ -64,11 +64,7 @@ def blocks(root, folder):
     """The blocks of the page by name, each a function that yields its lines."""
     found = lab.load(folder)
     rows = lab.spreads(found)
-    # What differs from the paper's comparison in one thing alone.
-    plain = [row for row in rows if not row.series.warmup_samples]
-    first = {model: min((s.micro_batch_size for s in _ours(found, model)), default=0) for model in found.models}
-    paper = [row for row in plain if row.series.algorithm != "invariant" or _is_paper(row.series, first[row.model])]
-    pair = [r for r in paper if r.series.algorithm == "invariant" or r.series == r.series.rival]
+    plain, first, paper, pair = _chosen(found, rows)
     figure = _Figures(root, found)
     return {
         "sources": lambda: sources(found),
@@ -84,6 +80,25 @@ def blocks(root, folder):
         "seconds": lambda: second_rows(found, record.read_json(root / SECONDS)),
         "remarks": lambda: remark_rows(found),
     }
+
+
+def _chosen(found, rows):
+    """What differs from the paper's comparison in one thing alone: rows without a warm-up, M of each model, those of
+    that M, and of them the paper's own."""
+    plain = [row for row in rows if not row.series.warmup_samples]
+    first = {model: min((s.micro_batch_size for s in _ours(found, model)), default=0) for model in found.models}
+    paper = [row for row in plain if row.series.algorithm != "invariant" or _is_paper(row.series, first[row.model])]
+    return plain, first, paper, [r for r in paper if r.series.algorithm == "invariant" or r.series == r.series.rival]
+
+
+def summary(folder):
+    """The paper's comparison in a few lines, for the README."""
+    found = lab.load(folder)
+    yield "The paper's experiments on CIFAR-10, the same samples in the same order at every batch size: how far apart"
+    yield "the training curves are, as the log of the loss (mean over epochs of the largest difference)."
+    yield from spread_table(_chosen(found, lab.spreads(found))[-1])
+    yield ""
+    yield f"![the spread over batch sizes against the learning rate]({FIGURES.as_posix()}/spread.png)"
 
 
 class _Figures:
@@ -144,27 +159,34 @@ def sources(found):
 
 
 def spread_rows(pair, figure):
-    rates = sorted({row.lr0 for row in pair})
-    if not rates:
+    if not pair:
         return
     yield "## The trajectories"
     yield ""
+    yield from spread_table(pair)
+    yield from figure.each("curves", "losses and accuracies over epochs, invariant Adam beside standard Adam")
+    yield from figure.each("batch-size", "training loss after the same samples against the batch size")
+
+
+def spread_table(pair):
     yield "Spread of invariant Adam (η ∝ B), of standard Adam (η ∝ √B), and their ratio:"
     yield ""
+    rates = sorted({row.lr0 for row in pair})
     rows = []
     for model in dict.fromkeys(row.model for row in pair):
         ours = {row.lr0: row for row in pair if (row.model, row.series.algorithm) == (model, "invariant")}
         theirs = {row.lr0: row for row in pair if (row.model, row.series.algorithm) == (model, "standard")}
-        some = next(iter((ours or theirs).values()))
-        cells = [f"{title(model)}, B = {sizes(some)}, {some.spread.epochs} epochs"]
+        widest = max((ours | theirs).values(), key=lambda row: len(row.spread.batch_sizes))
+        cells = [f"{title(model)}, B = {sizes(widest)}, {widest.spread.epochs} epochs"]
         for lr0 in rates:
-            values = [say(side[lr0].spread.value) if lr0 in side else "" for side in (ours, theirs)]
+            sides = [side[lr0] for side in (ours, theirs) if lr0 in side]
+            text = ", ".join(filter(None, (say(row.spread.value) for row in sides)))
             ratio = say(ours[lr0].ratio, ".0f") if lr0 in ours else ""
-            cells.append(", ".join(filter(None, values)) + (f": **{ratio}**" if ratio else ""))
+            fewer = {sizes(row) for row in sides} - {sizes(widest)} if text else ()
+            text += f": **{ratio}**" * bool(ratio)
+            cells.append(text + "".join(f" (B = {some})" for some in sorted(fewer)))
         rows.append(cells)
     yield from table(("", *(f"η₀ = {rate(lr0)}" for lr0 in rates)), rows)
-    yield from figure.each("curves", "losses and accuracies over epochs, invariant Adam beside standard Adam")
-    yield from figure.each("batch-size", "training loss after the same samples against the batch size")
 
 
 def critical_rows(found, rows, figure):

@@ -7,7 +7,10 @@ python benchmarks/pages.py --check  exit code 1 when a page and the results diff
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
+
+from invariant_adam.lab import grid
 
 ROOT = Path(__file__).parents[1]
 DEMOS = {
@@ -361,8 +364,15 @@ def nccl_rows():
             yield "| " + " | ".join(cells) + " |"
 
 
+def lab_rows():
+    if any((ROOT / LAB).glob("*/results.csv")):
+        import lab_page
+
+        yield from lab_page.summary(ROOT / LAB)
+
+
 PAGES = {
-    "README.md": {"headline": headline_rows, "gpu": gpu_rows},
+    "README.md": {"headline": headline_rows, "gpu": gpu_rows, "lab": lab_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows, "conv": conv_rows},
     "docs/distributed.md": {
@@ -420,3 +430,10 @@ if __name__ == "__main__":
             (ROOT / page).write_text(new, encoding="utf-8")
         elif old != new:
             sys.exit(f"{page} differs from the results: run python {sys.argv[0]}")
+    if lab_pages():  # what the lab's dry runs estimate by
+        with tempfile.TemporaryDirectory() as folder:
+            new = grid.ship(ROOT / LAB, "cuda", Path(folder) / "seconds.json").read_text(encoding="utf-8")
+        if "--check" not in sys.argv[1:]:
+            grid.SECONDS.write_text(new, encoding="utf-8")
+        elif not grid.SECONDS.exists() or grid.SECONDS.read_text(encoding="utf-8") != new:
+            sys.exit(f"{grid.SECONDS.name} differs from the results: run python {sys.argv[0]}")

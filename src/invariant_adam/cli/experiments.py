@@ -254,7 +254,7 @@ def _print_grid(plan: Grid, setup: Setup, gpus: int, as_json: bool) -> None:
     table = new_table()
     for name in ("algorithm", "rule", "M", "B", "η₀", "warm-up", "seeds", "runs", "GPU hours"):
         left = name in ("algorithm", "rule")
-        table.add_column(name, justify="left" if left else "right", no_wrap=left)
+        table.add_column(name, justify="left" if left else "right", no_wrap=left, overflow="fold")
     groups: dict[Any, list[Run]] = {}
     for run in plan.runs:
         groups.setdefault((run.algorithm, run.rule, run.micro_batch_size, run.warmup_samples), []).append(run)

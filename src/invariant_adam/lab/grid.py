@@ -347,14 +347,14 @@ def cost(rows: list[Row], at_once: int) -> float:
     return sorted(row["seconds"] for row in rows)[len(rows) // 2] / rows[0]["samples"] / at_once
 
 
-def ship(out: Path, device: str) -> Path:
-    """Keep the costs of a folder's runs with the lab, for the estimates of others."""
+def ship(out: Path, device: str, to: Path | None = None) -> Path:
+    """Keep the costs of a folder's runs with the lab, or in the file `to`, for the estimates of others."""
     known, _ = costs(out, device)
     files = [record.read_json(path) or {} for path in out.glob("*/*-lr*.json")]
     devices = sorted({found["device"] for found in files if found.get("device_type") == device})
     names = ("model", "algorithm", "batch_size", "seconds")
     rows = [dict(zip(names, (*key, float(f"{value:.4g}")), strict=True)) for key, value in sorted(known.items())]
-    return record.write_json(SECONDS, {"unit": "seconds per sample", "device": ", ".join(devices), "rows": rows})
+    return record.write_json(to or SECONDS, {"unit": "seconds per sample", "device": ", ".join(devices), "rows": rows})
 
 
 def estimate(run: Run, known: Costs) -> float | None:
