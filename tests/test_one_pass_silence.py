@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -479,3 +480,18 @@ def test_a_backward_after_the_context_is_refused(fold):
         model(x).square().mean().backward()
     opt.step()
     assert opt.samples_seen == 4
+
+
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm2d, partial(nn.BatchNorm2d, affine=False)])
+def test_a_penalty_on_gradients_is_refused(norm, sink):
+    """A convolution's backward has its weight as a constant: the penalty's gradient would be lost without a word."""
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), norm(3), nn.Tanh(), nn.Conv2d(3, 2, 2, bias=False))
+    opt = ia.InvariantAdam(net.parameters(), micro_batch_size=2)
+    x = torch.randn(8, 2, 6, 6, requires_grad=True)
+    with (
+        pytest.raises(ia.UnsupportedUse, match=r"create_graph=True.*abandon"),
+        ia.one_pass(net, micro_batch_size=2, into=opt if sink else None),
+    ):
+        (g,) = torch.autograd.grad(net(x).mean((2, 3)).sum(), x, create_graph=True)
+        g.square().sum().backward()

@@ -27,7 +27,7 @@ from ..kernels.conv_square import Geometry, conv_backward, conv_groups, conv_squ
 from ..kernels.embedding_square import embedding_groups, embedding_square
 from ..kernels.gemm_square import gemm_groups, gemm_square, sum_square
 from . import into
-from .groups import Groups
+from .groups import Groups, UnsupportedUse
 from .handles import Handle
 
 
@@ -208,8 +208,22 @@ def call(function: type[Function], x: Tensor, *args: Any) -> Any:
 
 
 def plain(w: Any) -> Any:
-    """A parameter as it is to be saved: in a backward each use of it would ask its dispatcher."""
+    """A parameter as it is to be saved: in a backward each use of it would ask its dispatcher.
+
+    Such a backward goes with `refuse_penalty`.
+    """
     return w if w is None or torch.compiler.is_compiling() else w.detach()
+
+
+def refuse_penalty(name: str, *handles: Handle | None) -> None:
+    """Refuse a backward that is to be differentiated again, where it takes weights or statistics for constants."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        names = ", ".join(h.label for h in handles if h is not None) or "a value"
+        raise UnsupportedUse(
+            f"{names} goes through {name} in a backward with create_graph=True (a penalty on gradients, perhaps), and "
+            "what that owes to the weights would be lost; leave it out, or loop over micro-batches. Drop an update "
+            "that is open with opt.abandon()"
+        )
 
 
 class RoutedLinear(Function):
@@ -315,6 +329,7 @@ class Conv(Function):
         db: Any = None
         Sb: Any = None
         if ctx.needs_input_grad[0]:
+            refuse_penalty("a convolution", ctx.hw, ctx.hb)
             same = x.dtype == g.dtype == w.dtype  # as nearly always: a cast that casts nothing takes its time, too
             xs, ws = (x, w) if same else (x.to(g.dtype), w.to(g.dtype))
             dx = conv_backward(g, xs, ws, geo, [True, False, False])[0]
@@ -492,6 +507,8 @@ class GhostNorm(Function):
         groups = ctx.groups
         parts = zip(groups.parts, groups.pieces(g), groups.pieces(x), groups.cut(mean), groups.cut(rstd), strict=True)
         hw, hb = wanted(ctx, 4, 6)
+        if ctx.needs_input_grad[0]:
+            refuse_penalty("batch norm", ctx.hw, ctx.hb)
         shares = any(h is not None and h.grouped for h in (hw, hb))
         made = [batch_norm.backward(gs, xs, mu, r, w, groups.coefficients(p), shares) for p, gs, xs, mu, r in parts]
         dx, each, pairs = zip(*made, strict=True)
