@@ -89,6 +89,10 @@ CASES = {
     "group_norm": lambda: (seq(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6)), rnd(B, 4, 5, 5)),
     "scale_and_shift": lambda: (seq(nn.Linear(4, 6), ScaleAndShift(6)), rnd(B, 5, 4)),
     "scale_and_shift_flat": lambda: (seq(nn.Linear(4, 6), ScaleAndShift(6)), rnd(B, 4)),
+    "scale_and_shift_time_first": lambda: (
+        Call(lambda s, x: s.m[1](s.m[0](x).transpose(0, 1)).transpose(0, 1), nn.Linear(4, 6), ScaleAndShift(6)),
+        rnd(B, 5, 4),
+    ),
     "group_norm_flat": lambda: (seq(nn.Linear(4, 6), nn.GroupNorm(2, 6)), rnd(B, 4)),
     "instance_norm": lambda: (seq(nn.Conv2d(4, 6, 3), nn.InstanceNorm2d(6, affine=True)), rnd(B, 4, 5, 5)),
     "batch_norm_eval": lambda: (seq(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).eval(), rnd(B, 4, 5, 5)),

@@ -367,6 +367,8 @@ def addcmul(engine: Engine, func: Any, input: Any, tensor1: Any, tensor2: Any, *
     vectors = all(isinstance(v, Tensor) and v.ndim == 1 for v in (input, tensor2))
     if value != 1 or not vectors or not engine.holds(input) or not engine.holds(tensor2) or tensor1.ndim < 2:
         return NotImplemented
+    if engine.groups.axis or tensor1.shape[0] != engine.groups.batch:  # the batch is elsewhere, after time perhaps
+        return NotImplemented
     x = tensor1.movedim(-1, 1)
     if (
         x.shape[1] != len(input)
