@@ -94,6 +94,19 @@ def test_one_pass_and_loop_agree(model, sources):
     assert 0 <= loop["test_accuracy"] <= 1
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("model", train.TASKS)
+@pytest.mark.parametrize(("algorithm", "rule"), [("invariant", "linear"), ("standard", "square_root")])
+def test_compiled_runs_agree_with_eager_ones(model, algorithm, rule, sources):
+    settings = run(model, algorithm, rule, 10, epochs=1)
+    eager, compiled = (
+        train.finish(train.train(settings, sources[model], compiled=compiled))[0] for compiled in (False, True)
+    )
+    for key in ("train_loss", "test_loss"):
+        assert compiled[key] == pytest.approx(eager[key], rel=1e-4)
+
+
 @pytest.mark.parametrize("model", train.TASKS)
 def test_invariant_curves_are_closer_than_standard_ones(model, sources):
     gaps, source = {}, sources[model]
@@ -273,14 +286,17 @@ def test_one_micro_batch_is_torchs_adam_on_a_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
 @pytest.mark.parametrize("model", train.TASKS)
 @pytest.mark.parametrize(("algorithm", "rule"), [("invariant", "linear"), ("standard", "square_root")])
-def test_graphs_give_the_runs_without_them(model, algorithm, rule):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_give_the_runs_without_them(model, algorithm, rule, compiled):
     device = torch.device("cuda")
     found = data.encode(TEXT) if model == "gpt" else data.synthetic(90, 30)
     source = train.load(model, device, small=True, found=found)
     settings = run(model, algorithm, rule, 10, warmup_samples=60)
-    works = ((graphs, train.train(settings, source, graphs=graphs)) for graphs in (True, False))
+    ways = {True: {"graphs": True, "compiled": compiled}, False: {"graphs": False}}
+    works = ((graphs, train.train(settings, source, **how)) for graphs, how in ways.items())
     outcome = dict(train.lanes(works, 2, device))
     assert not any(isinstance(rows, Exception) for rows in outcome.values()), outcome
     assert losses(outcome[True]) == pytest.approx(losses(outcome[False]), rel=1e-2)

@@ -131,6 +131,12 @@ def reproduce(
         Engine, typer.Option(help="One backward over all micro-batches of an update, or one each.")
     ] = Engine.one_pass,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Make updates CUDA graphs.")] = True,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile", help="Compile models: half a minute or more per batch size, then fewer kernels."
+        ),
+    ] = False,
     precision: InPrecision = None,
     device: Where = None,
     path: Annotated[Path | None, typer.Option("--data", help="Where the dataset is; see the data command.")] = None,
@@ -177,6 +183,7 @@ def reproduce(
             path,
             engine.value,
             graphs,
+            compiled,
             lanes or (4 if where == "cuda" else 1),
             workers,
             precision_of(precision, where),

@@ -221,6 +221,7 @@ class Setup(NamedTuple):
     path: Path | None = None  # of the dataset
     engine: str = "one-pass"
     graphs: bool = True
+    compiled: bool = False
     lanes: int = 1  # runs at once in a process
     workers: int = 1  # processes
     precision: str = "float32"
@@ -275,6 +276,7 @@ def _store(run: Run, rows: list[Row], setup: Setup) -> None:
             "device_type": setup.device,
             "precision": setup.precision,
             "graphs": setup.graphs and device.type == "cuda",
+            "compiled": setup.compiled,
             "code": record.source_digest(),
             **record.environment(device),
             "date": record.provenance()["date"],
@@ -410,12 +412,14 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
                 log(row)
                 tell("epoch", run, row)
 
+            source, engine, graphs = sources[run.model], setup.engine, setup.graphs
             yield (
                 run,
-                train.train(run, sources[run.model], engine=setup.engine, graphs=setup.graphs, on_epoch=on_epoch),
+                train.train(run, source, engine=engine, graphs=graphs, compiled=setup.compiled, on_epoch=on_epoch),
             )
 
-    with timing.fast_math() if device.type == "cuda" else nullcontext():
+    fast = timing.fast_math() if device.type == "cuda" else nullcontext()
+    with fast, timing.many_graphs() if setup.compiled else nullcontext():
         for run, outcome in train.lanes(works(), setup.lanes, device):
             writers.close(run)
             if isinstance(outcome, Exception):

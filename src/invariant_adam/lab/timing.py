@@ -52,6 +52,15 @@ def fast_math() -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
+@contextmanager
+def many_graphs() -> Iterator[None]:
+    """Let torch.compile keep graphs of many models and shapes; it would run eagerly after the eighth."""
+    config = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    with config.patch({limit: 1024, f"accumulated_{limit}": 4096}):
+        yield
+
+
 def clock(work: Work, device: torch.device, calls: int = 1) -> float:
     """Return the milliseconds of one call, over `calls` calls in a row."""
     if device.type == "cuda":

@@ -386,6 +386,19 @@ class Optimizer:
             group["lr"] = self.lr(factor)
 
 
+class Scored(nn.Module):
+    """A model with its loss, so that a compiled graph holds both."""
+
+    def __init__(self, model: nn.Module, smoothing: float) -> None:
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean loss over samples x with answers y, and the logits."""
+        logits = self.model(x)
+        return loss_of(logits, y, self.smoothing), logits
+
+
 class Update:
     """One update on buffers that stay where they are: take the next samples, forward, backward, step.
 
@@ -393,10 +406,19 @@ class Update:
     """
 
     def __init__(
-        self, run: Run, model: nn.Module, optimizer: Optimizer, source: Source, epoch: Epoch, engine: str
+        self,
+        run: Run,
+        model: nn.Module,
+        optimizer: Optimizer,
+        source: Source,
+        epoch: Epoch,
+        engine: str = "one-pass",
+        compiled: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.source, self.epoch = model, optimizer, source, epoch
-        self.smoothing = TASKS[run.model].smoothing
+        self.optimizer, self.source, self.epoch = optimizer, source, epoch
+        self.net: nn.Module = Scored(model, TASKS[run.model].smoothing)
+        if compiled:
+            self.net = cast(nn.Module, torch.compile(self.net, dynamic=False))
         batch, M = optimizer.batch, run.micro_batch_size
         invariant = isinstance(optimizer.inner, ia.InvariantAdam)
         self.one_pass = M if invariant and batch > M and engine == "one-pass" else 0
@@ -416,12 +438,11 @@ class Update:
         with self.source.autocast():  # once around all micro-batches: weights are cast once per update
             for piece, target in zip(x.split(self.piece), y.split(self.piece), strict=True):
                 with (
-                    ia.one_pass(self.model, self.one_pass, into=cast(ia.InvariantAdam, inner))
+                    ia.one_pass(self.net, self.one_pass, into=cast(ia.InvariantAdam, inner))
                     if self.one_pass
                     else nullcontext()
                 ):
-                    answers = self.model(piece)
-                    loss = loss_of(answers, target, self.smoothing)
+                    loss, answers = self.net(piece, target)
                     (loss / self.divisor).backward()
                 losses.append(loss.detach())
                 logits.append(answers.detach())
@@ -494,6 +515,7 @@ def train(
     *,
     engine: str = "one-pass",
     graphs: bool = True,
+    compiled: bool = False,
     on_epoch: Callable[[Row], None] = lambda row: None,
 ) -> Generator[None, None, list[Row]]:
     """Train; hand over after each update; return a row per epoch.
@@ -506,6 +528,7 @@ def train(
         source: what `load` gave for the model.
         engine: "one-pass" or "loop", for updates of several micro-batches.
         graphs: make updates CUDA graphs on a GPU.
+        compiled: compile the model.
         on_epoch: hears of each epoch when its numbers are known.
     """
     run = check(run)
@@ -549,7 +572,7 @@ def train(
         epoch_data.begin(number)
         if update is None or batch != optimizer.batch:
             optimizer.resize(batch)
-            plain = update = Update(run, model, optimizer, source, epoch_data, engine)
+            plain = update = Update(run, model, optimizer, source, epoch_data, engine, compiled)
             if gpu and graphs and take // batch >= FIRST:
                 update, made = _captured(plain, prepare, number * take), FIRST
         for i in range(made, take // batch):
