@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 from typing import Any
 
 import torch
@@ -313,6 +315,11 @@ def refusals(shard_state: bool) -> None:
     assert same_on_all_ranks(model.parameters())
     raises("middle of an update", lambda: (loss(model, micro_batch(1, torch.float64)).backward(), opt.state_dict()))
     opt.abandon()
+    saved = copy.deepcopy(opt.state_dict())
+    loss(model, micro_batch(1, torch.float64)).backward()
+    raises("that 2 ranks share", opt.load_state_dict, saved)
+    opt.abandon()
+    opt.load_state_dict(saved)
     # A non-finite gradient on one rank stops all, where it should.
     strict = ia.InvariantAdam(model.parameters(), on_nonfinite="raise", **OPTIONS)
     ia.distributed.prepare(model, strict, shard_state=shard_state)
@@ -321,6 +328,8 @@ def refusals(shard_state: bool) -> None:
     raises("not finite", strict.step)
     strict.step()  # goes on without them
     assert same_on_all_ranks(model.parameters())
+    parts = model.first, model.norm, model.sometimes, model.last
+    assert strict.nonfinite == rank * (1 + sum(p.numel() for part in parts for p in part.parameters()))
 
 
 def fsdp_refusals() -> None:
@@ -511,6 +520,16 @@ def plain_state_dicts(mode: str) -> float:
     judge = ia.InvariantAdam(twin.parameters(), **OPTIONS)
     judge.load_state_dict(whole)
     other, again = make()
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(opt.state_dict()), file)  # this rank's pieces
+    file.seek(0)
+    again.load_state_dict(torch.load(file, weights_only=False))
+    apart = max(
+        float((full(opt.state[p][key]) - full(again.state[q][key])).abs().max())
+        for p, q in zip(model.parameters(), other.parameters(), strict=True)
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+    assert apart == 0
     again.load_state_dict(whole)
     with torch.no_grad():
         for p, q, r in zip(model.parameters(), other.parameters(), twin.parameters(), strict=True):
@@ -524,6 +543,23 @@ def plain_state_dicts(mode: str) -> float:
         float((full(p) - full(q)).abs().max()) for p, q in zip(model.parameters(), other.parameters(), strict=False)
     )
     return max(*found.values(), apart)
+
+
+def loaded_in_mid_update(shard_state: bool) -> float:
+    """What one rank has folded, and what is on its way, is forgotten when a state is loaded."""
+    found = []
+    for backward in (True, False):
+        model = Net(torch.float64)
+        opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+        ia.distributed.prepare(model, opt, shard_state=shard_state)
+        train(model, opt, [[[1]]], 0)
+        saved = copy.deepcopy(opt.state_dict())
+        if backward:
+            loss(model, micro_batch(2, torch.float64)).backward()
+        opt.load_state_dict(saved)
+        train(model, opt, [[[3]], [[4]]], 0)
+        found.append([p.detach() for p in model.parameters()])
+    return max(float((p - q).abs().max()) for p, q in zip(*found, strict=True))
 
 
 def adamw_checkpoint(folder: str) -> dict[str, float]:

@@ -160,6 +160,11 @@ def test_whole_state_dicts_load_in_pieces(pool, mode):
     assert max(pool.run("plain_state_dicts", 2, mode=mode)) <= 1e-12
 
 
+@pytest.mark.parametrize("shard_state", [False, True])
+def test_a_state_loaded_in_mid_update_forgets_it(pool, shard_state):
+    assert pool.run("loaded_in_mid_update", 1, shard_state=shard_state) == [0]
+
+
 def test_adamw_checkpoints_of_fsdp_runs_load(pool, tmp_path):
     for found in pool.run("adamw_checkpoint", 2, folder=str(tmp_path / "adamw")):
         assert max(found.values()) == 0, found

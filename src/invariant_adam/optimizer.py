@@ -813,6 +813,7 @@ class InvariantAdam(Optimizer):
 
         def look(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             checks.check_state(state_dict, optimizer)
+            self._ranks.drop(self)
             loaded.append(state_dict)
 
         last = self.register_load_state_dict_pre_hook(look)  # after the user's own, which may change the dict

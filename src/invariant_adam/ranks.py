@@ -69,6 +69,9 @@ class Ranks:
     def abandon(self, optimizer: InvariantAdam) -> None:
         """Make ready to give the update up."""
 
+    def drop(self, optimizer: InvariantAdam) -> None:
+        """Make ready to forget the update that is open, where a state is loaded in its middle."""
+
     def local(self, t: Tensor) -> Tensor:
         """This rank's piece of a weight, a gradient or a moment."""
         return t
@@ -260,6 +263,13 @@ class Team(Ranks):
         with suppress(_GivenUp):
             self.agree(optimizer, gives_up)
 
+    def drop(self, optimizer: InvariantAdam) -> None:  # noqa: D102
+        if optimizer._update.parts and not self.alone and self._there():
+            raise RuntimeError(
+                f"load_state_dict() in the middle of an update that {self.size} ranks share: what is on its way would "
+                "be counted in the next one. Drop it first with opt.abandon(), on all of them"
+            )
+
     def local(self, t: Tensor) -> Tensor:  # noqa: D102
         local: Tensor = getattr(t, "_local_tensor", t)  # what to_local() returns in no_grad, after asking more
         return local
@@ -359,3 +369,13 @@ def whole(t: Tensor) -> Tensor:
     """The whole of a tensor that may be in pieces; then all ranks must ask for it together."""
     gathered: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
     return gathered
+
+
+def in_pieces(piece: Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """The tensor of which this rank has `piece`, in a buffer with others perhaps."""
+    from torch.distributed.tensor import DTensor
+
+    made = DTensor.from_local(torch.empty_like(piece), mesh, placements, run_check=False, shape=shape, stride=stride)
+    # Only now: made of a view, a DTensor takes its place in the buffer for its own, and torch cannot save or copy it.
+    made._local_tensor = piece
+    return made

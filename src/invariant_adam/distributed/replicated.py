@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import folding
-from ..ranks import ONES, Team, in_touch, whole
+from ..ranks import ONES, Team, in_pieces, in_touch, whole
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
@@ -203,10 +203,8 @@ def _as(moment: Tensor, local: Tensor) -> Tensor:
     """A moment like `moment` whose piece on this rank is `local`."""
     if not hasattr(moment, "device_mesh"):
         return local
-    from torch.distributed.tensor import DTensor
-
     mesh, placements = moment.device_mesh, moment.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
+    return in_pieces(local, mesh, placements, moment.shape, moment.stride())
 
 
 def silence(model: nn.parallel.DistributedDataParallel) -> list[Tensor]:

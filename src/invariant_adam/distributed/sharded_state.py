@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .. import folding, hooks
 from ..kernels import adam as kernels
-from ..ranks import ONES, Team
+from ..ranks import ONES, Team, in_pieces
 from .wire import all_gather, scatter_sum, scatter_sum_narrow
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class ShardedState(Team):
         if not p.ndim:
             return piece
         mesh, stride = self._mesh(p.device.type), torch.empty(p.shape, device="meta").stride()
-        return DTensor.from_local(piece, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=stride)
+        return in_pieces(piece, mesh, [Shard(0)], p.shape, stride)
 
     def _mesh(self, device: str) -> DeviceMesh:
         if device not in self.meshes:
@@ -265,6 +265,8 @@ class ShardedState(Team):
             grad, square = x.grad, x.square
             if x.borrowed:
                 grad, square = grad.clone(), None if square is None else square.clone()
+            if not p.ndim and not self.alone:  # sent to every rank, but to be counted once
+                kernels.guard([grad], None if square is None else [square], optimizer._counter(grad.device))
             factors = (x.kappa * sign * x.scale[0], x.kappa * sign**2 * x.scale[1])
             bucket.arrived[p] = Gradient(grad, square, factors)
             optimizer._update.kinds.add(x.square is not None)
@@ -286,6 +288,12 @@ class ShardedState(Team):
         while self.flying:
             self._land(optimizer)
         self.announced.clear()
+
+    def drop(self, optimizer: InvariantAdam) -> None:  # noqa: D102 - as Ranks has it
+        super().drop(optimizer)
+        for bucket in self.buckets:
+            bucket.arrived = {}
+        self.flying, self.announced, self.round, self.begun = [], [], None, 0
 
     def _begin_round(self, optimizer: InvariantAdam, task: int) -> None:
         self.round = task
