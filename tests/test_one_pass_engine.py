@@ -270,8 +270,8 @@ def test_an_optimizer_that_subscribes_gets_each_pair_in_backward() -> None:
     want = loop(model, (x,), mean_square, 2, 8)
     taken, alive = {}, []
 
-    def taker(p: Tensor, found: pair.Pair) -> None:
-        taken[id(p)] = found.means()
+    def taker(params: list[Tensor], pairs: list[pair.Pair]) -> None:
+        taken.update((id(p), found.means()) for p, found in zip(params, pairs, strict=True))
         alive.append(sum(q.grad is not None for q in model.parameters()))
 
     for p in model.parameters():
@@ -576,8 +576,12 @@ def test_compiled_graphs_hand_over_early_and_refuse_two_forwards() -> None:
     x = torch.randn(B, 3, dtype=torch.float64)
     want = loop(model, (x,), mean_square, 2, B)
     taken = {}
+
+    def taker(params: list[Tensor], pairs: list[pair.Pair]) -> None:
+        taken.update((id(p), found.means()) for p, found in zip(params, pairs, strict=True))
+
     for p in model.parameters():
-        pair.subscribe(p, lambda p, found: taken.__setitem__(id(p), found.means()))
+        pair.subscribe(p, taker)
     for _ in range(2):
         taken.clear()
         with one_pass(compiled, 2):

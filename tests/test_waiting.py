@@ -256,16 +256,94 @@ def test_pairs_of_one_pass_share_a_launch(sharing, launches):
     torch.testing.assert_close(*(flat(m.parameters()) for m in models), rtol=1e-10, atol=1e-12)
 
 
+def test_pairs_wait_within_bounds(sharing, launches, monkeypatch):
+    monkeypatch.setattr(optimizer, "_QUEUE", 25)
+    model, x = mlp(), batches(1, size=8)[0]
+    opt = InvariantAdam(model.parameters(), micro_batch_size=2)
+    with one_pass(model, 2):
+        loss(model, x).backward()
+        assert opt.kappa == 4
+    assert sum(n for _, n in launches) == 6
+    assert 1 < len(launches) < 6
+    opt.step()
+
+
+@pytest.mark.filterwarnings("default")  # tracing warns
+def test_pairs_of_a_compiled_graph_are_folded_together(sharing, launches, monkeypatch):
+    monkeypatch.setattr(optimizer, "_QUEUE", 25)
+    torch._dynamo.reset()
+    model, twin, data = mlp(), mlp(), batches(3, size=8)
+    compiled = torch.compile(model, backend="aot_eager")
+    opts = [InvariantAdam(m.parameters(), micro_batch_size=2) for m in (model, twin)]
+    for x in data:
+        with one_pass(compiled, 2):
+            loss(compiled, x).backward()
+        assert launches == [("fold", 6)]
+        opts[0].step()
+        for part in x.split(2):
+            loss(twin, part).backward()
+        opts[1].step()
+        launches.clear()
+    torch.testing.assert_close(flat(model.parameters()), flat(twin.parameters()), rtol=1e-10, atol=1e-12)
+
+
+class Fails(torch.autograd.Function):
+    """Whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("out of memory")
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_failed_backward_leaves_no_pair_behind(sharing, into, caught):
+    models, x = [mlp() for _ in range(2)], batches(1, size=8)[0]
+    opts = [InvariantAdam(m.parameters(), micro_batch_size=2) for m in models]
+    fails = False
+    models[0][1].register_forward_hook(lambda module, args, y: Fails.apply(y) if fails else y)
+    options = {"into": opts[0]} if into else {}
+    for i in range(3):
+        fails = i == 1
+        if fails and caught:
+            with (
+                pytest.raises(RuntimeError, match="did not come to its end"),
+                one_pass(models[0], 2, **options),
+                pytest.raises(ValueError, match="out of memory"),
+            ):
+                loss(models[0], x).backward()
+        elif fails:
+            with pytest.raises(ValueError, match="out of memory"), one_pass(models[0], 2, **options):
+                loss(models[0], x).backward()
+        if fails:
+            assert opts[0].kappa == 0
+            with pytest.raises(RuntimeError, match="step\\(\\) found no gradient"):
+                opts[0].step()
+            continue
+        with one_pass(models[0], 2, **options):
+            loss(models[0], x).backward()
+        opts[0].step()
+        for part in x.split(2):
+            loss(models[1], part).backward()
+        opts[1].step()
+    torch.testing.assert_close(*(flat(m.parameters()) for m in models), rtol=1e-10, atol=1e-12)
+
+
+def test_what_waits_is_refused_in_its_backward(sharing):
+    model, x = mlp(), batches(1, size=8)[0]
+    opt = InvariantAdam(model.parameters(), micro_batch_size=2, max_micro_norm=1.0)
+    with one_pass(model, 2):
+        value = loss(model, x)
+        with pytest.raises(RuntimeError, match="max_micro_norm"):
+            value.backward()
+    assert opt.kappa == 0
+
+
 def test_a_failed_backward_with_a_queue(sharing):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            raise ValueError("out of memory")
-
     a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
     opt = InvariantAdam([a, b])
     (a * b).sum().backward()

@@ -24,8 +24,12 @@ class Folder(Protocol):
     def on_grad(self, p: Tensor) -> None:
         """Take the gradient off `p`, and the square that may be beside it."""
 
-    def on_pair(self, p: Tensor, found: pair.Pair) -> None:
-        """Take the pair of a one-pass mini-batch."""
+    def on_pairs(self, params: list[Tensor], pairs: list[pair.Pair]) -> None:
+        """Take pairs of a one-pass mini-batch."""
+
+    @property
+    def room(self) -> int:
+        """Elements of pairs that may wait for each other in a backward."""
 
     def on_taken(self, p: Tensor) -> None:
         """Note that `p` has another owner now."""
@@ -77,13 +81,6 @@ def own(p: Tensor, folder: Folder, *, hook: bool) -> None:
         if folder is not None and not pair.is_armed(p):  # armed: half of a pair, whose square is still to come
             folder.on_grad(p)
 
-    @untraced
-    def on_pair(p: Tensor, found: pair.Pair) -> None:
-        folder = reference()
-        if folder is not None:
-            with torch._C.DisableTorchFunctionSubclass():  # inside one_pass each p.grad would ask its dispatcher
-                folder.on_pair(p, found)
-
     before = owner(p)
     if before is not None:
         before.on_taken(p)
@@ -91,7 +88,30 @@ def own(p: Tensor, folder: Folder, *, hook: bool) -> None:
     if handle is not None:
         handle.remove()
     _owners[p] = (reference, p.register_post_accumulate_grad_hook(on_grad) if hook else None)
-    pair.subscribe(p, on_pair if hook else None)
+    pair.subscribe(p, _takers.setdefault(folder, _Taker(reference)) if hook else None)
+
+
+class _Taker:
+    """Hands pairs to a folder, while it lives."""
+
+    def __init__(self, reference: weakref.ref[Folder]) -> None:
+        self.reference = reference
+
+    @property
+    def room(self) -> int:
+        folder = self.reference()
+        return 0 if folder is None else folder.room
+
+    @untraced
+    def __call__(self, params: list[Tensor], pairs: list[pair.Pair]) -> None:
+        folder = self.reference()
+        if folder is not None:
+            with torch._C.DisableTorchFunctionSubclass():  # inside one_pass each p.grad would ask its dispatcher
+                folder.on_pairs(params, pairs)
+
+
+# One for each folder, so that pairs with the same way may go together.
+_takers: weakref.WeakKeyDictionary[Folder, _Taker] = weakref.WeakKeyDictionary()
 
 
 def folds(p: Tensor) -> bool:

@@ -312,14 +312,20 @@ class InvariantAdam(Optimizer):
             self._update.count_backward(self._weight, self._flush_queue)
         self._fold([p])
 
-    def on_pair(self, p: Tensor, found: pair.Pair) -> None:
-        """Fold the pair of a one-pass mini-batch, just made by a backward."""
+    def on_pairs(self, params: list[Tensor], pairs: list[pair.Pair]) -> None:
+        """Fold pairs of a one-pass mini-batch, just made by a backward."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self.on_pair(p, found)
+                self.on_pairs(params, pairs)
             return
         self._update.watch_backward(self._flush_queue)
-        self._fold([p], [self._arrival(p, found)])
+        self._fold(params, [self._arrival(p, found) for p, found in zip(params, pairs, strict=True)])
+
+    @property
+    def room(self) -> int:
+        """Elements of pairs that may wait, before they come here, to share a launch with others."""
+        alone = self._ranks.waits  # others are to be sent each gradient as it comes
+        return _QUEUE if alone and next(self._params()).device.type in _SHARING else 0
 
     def _fold(self, params: list[Tensor], arrivals: list[_Arrival] | None = None) -> None:
         """Fold the pairs of `params` that arrived, or take off and fold what is on them."""
@@ -339,7 +345,8 @@ class InvariantAdam(Optimizer):
         if ranks.absorb(self, params, parts, arrivals):
             return
         now = []
-        sharing = self._fold_in == "backward" and torch._C._current_graph_task_id() >= 0
+        # A list has waited for each other already.
+        sharing = self._fold_in == "backward" and len(params) == 1 and torch._C._current_graph_task_id() >= 0
         for p, part, x in zip(params, parts, arrivals, strict=True):
             keep, gain, place = self._count(p, part, x.kappa, x.scale, paired=x.square is not None, signed=x.signed)
             fold, size = Fold(p, x.grad, x.square, keep, gain, place), x.grad.numel()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from .. import hooks
 from ..checks import need_torch
 from . import batch_norm, pair
 from .check import verify
@@ -29,6 +30,8 @@ from .tracing import Tuples
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
 
+
+_GRAPH = 16  # times as many elements may wait where a compiled graph has made them at once
 
 # Model -> (M, batch_dim) -> what is known. The engine holds the model weakly.
 _engines: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], Engine]] = weakref.WeakKeyDictionary()
@@ -98,6 +101,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             engines[key] = Engine(model, micro_batch_size, batch_dim)
         self.engine = engines[key]
         self.armed: list[Entry] = []
+        # Pairs that are complete and not handed over: those of entries, or made elsewhere; and how many elements
+        # they have, and may have.
+        self.waiting: list[tuple[Entry, pair.Pair | None]] = []
+        self.elements = self.room = 0
 
     def __enter__(self) -> one_pass:
         if State.engine is not None:
@@ -136,13 +143,16 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             for entry in entries:
                 entry.taker = pair.taker_of(entry.param)
             engine.subscriptions = pair.subscriptions
+        self.waiting, self.elements = [], 0
+        self.room = min((getattr(taker, "room", 0) for taker in {entry.taker for entry in entries}), default=0)
         for entry in entries:
             p = entry.param
             self.armed.append(entry)
             entry.before = p.grad
             p.grad = None
             entry.companion.grad = None
-            entry.arrived, entry.fired, entry.shared, entry.done = 0, 0, None, False
+            entry.begin()
+            entry.shared = None
             entry.operations.clear()
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
@@ -156,8 +166,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         engine.outside = True
         engine.reduction = self.reduction
         if self.into is not None:
-            Sink.open = Sink(self.into, entries)
-            for device in {entry.param.device for entry in entries} - engine.tickets.keys():
+            Sink.open = Sink(self.into, entries, self.wait)
+            for device in {entry.companion.device for entry in entries} - engine.tickets.keys():
                 engine.tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
             tickets = chain.from_iterable(engine.tickets.values())
             Sink.open.edges = [get_gradient_edge(ticket) for ticket in tickets]
@@ -191,9 +201,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 ticket.grad = None
             for entry in self.armed:
                 if not entry.done:
-                    entry.param.grad = entry.before
-                entry.companion.grad = entry.shared = entry.before = None
-            self.armed = []
+                    entry.param.grad, entry.companion.grad = entry.before, None
+                entry.shared = entry.before = None
+            self.armed, self.waiting = [], []
 
     def _restore(self) -> None:
         for handle in self.undo:
@@ -205,13 +215,46 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             pair.disarm(entry.param)
 
     def _arrived(self, entry: Entry) -> None:
-        """Hand the pair over as soon as both halves have arrived, so that the optimizer frees it in
-        backward."""
+        """Have the pair handed over when both halves have arrived, so that the optimizer frees it in backward."""
         if entry.companion.grad is None and not self.engine.single:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            if entry.param.grad is not None:
-                self._put(entry)
+            if entry.param.grad is None:
+                return
+        if entry.done or entry.waits:
+            raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
+        entry.waits = True
+        self.wait(entry)
+
+    def wait(self, entry: Entry, made: pair.Pair | None = None) -> None:
+        """Hand a pair over together with others, at the end of the backward at the latest.
+
+        Args:
+            entry: its parameter.
+            made: the pair, where it is not what has come to the leaves.
+        """
+        if not self.waiting:
+            hooks.when_finished(self._hand_over)
+        self.waiting.append((entry, made))
+        self.elements += entry.size
+        # What a compiled graph returns, and does not count, is in memory as a whole: more of it may wait.
+        graph = not entry.arrived and not self.engine.single
+        if self.elements > self.room * (_GRAPH if graph else 1):
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the pairs that wait to their takers."""
+        waiting, self.waiting, self.elements = self.waiting, [], 0
+        lists: dict[pair.Taker, tuple[list[Tensor], list[pair.Pair]]] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry, made in waiting:
+                assert entry.taker is not None
+                params, pairs = lists.get(entry.taker) or lists.setdefault(entry.taker, ([], []))
+                params.append(entry.param)
+                pairs.append(pair.joined(entry.param, made or self._take(entry)))
+                entry.waits, entry.done = False, True
+        for taker, (params, pairs) in lists.items():
+            taker(params, pairs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
@@ -235,7 +278,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             for entry in self.armed:
                 entry.before = entry.param.grad
                 entry.param.grad = entry.companion.grad = None
-                entry.arrived, entry.fired, entry.done = 0, 0, False
+                entry.begin()
             self.forwards = 0
         if any(module.training is not mode for module, mode in self.modes):
             self._patch()
@@ -312,6 +355,12 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def _harvest(self) -> None:
         """Hand over what the backward left."""
         engine = self.engine
+        if self.waiting:
+            self.waiting = []
+            raise RuntimeError(
+                "a backward in one_pass did not come to its end; what it left is dropped. Let its error out of the "
+                "context, and drop the update with opt.abandon() if step() asks for it"
+            )
         wrong = []
         modules = {entry.module for entry in self.armed if entry.done}
         if not modules and Sink.open is not None and Sink.open.passed:
@@ -327,7 +376,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 )
             if not entry.done and entry.is_empty():
                 continue  # no gradient, no square: the optimizer skips it
-            through = ", ".join(sorted(entry.operations)) or "an operation that torch does not show"
             if not engine.known:
                 wrong.append(f"{entry.name}: a gradient without a forward of the model")
                 continue
@@ -341,10 +389,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                     "named tuple that torch.compile did not look into? pass a list)"
                 )
             elif times == 0:
-                wrong.append(f"{entry.name}: a gradient without a square (through {through})")
+                wrong.append(f"{entry.name}: a gradient without a square (through {entry.through})")
             elif times > 1:
                 wrong.append(
-                    f"{entry.name}: squared {times} times in parts, without their cross terms (through {through})"
+                    f"{entry.name}: squared {times} times in parts, without their cross terms (through {entry.through})"
                 )
         if wrong:
             raise UnsupportedUse(
@@ -356,16 +404,16 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             )
         for entry in self.armed:
             if entry.param.grad is not None and not entry.done:
-                self._put(entry)
+                found, entry.done = self._take(entry), True
+                pair.put(entry.param, found, entry.taker)
 
-    def _put(self, entry: Entry) -> None:
+    def _take(self, entry: Entry) -> pair.Pair:
+        """Take what has come to a parameter and its companion."""
         engine = self.engine
         groups = engine.groups
         p = entry.param
         grad, square = p.grad, entry.companion.grad
         assert grad is not None
-        if entry.done:
-            raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
         scale = (1.0, 1.0)
         if engine.single:
             square = grad.detach().to(entry.companion.dtype).square()
@@ -374,8 +422,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             square, scale = entry.shaped(square), groups.scale(self.reduction)
         p.grad = entry.before
         entry.companion.grad = None
-        entry.done = True
-        pair.put(p, pair.Pair(grad, square, groups.batch / self.micro, scale), entry.taker)
+        return pair.Pair(grad, square, groups.batch / self.micro, scale)
 
 
 def _bind(into: InvariantAdam) -> None:

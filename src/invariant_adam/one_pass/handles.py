@@ -36,6 +36,7 @@ class Entry:
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.name = name
+        self.module = name.rpartition(".")[0]  # the name of the one it belongs to
         self.key = next(_keys)
         self.param = param
         # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no memory. Autograd keeps
@@ -50,6 +51,8 @@ class Entry:
         self.tied = False  # used more than once in a forward
         self.shared: Tensor | None = None  # the κ expanded copies all uses of a tied parameter draw from
         self.before: Tensor | None = None  # p.grad as it was before this mini-batch
+        self.size = param.numel()
+        self.waits = False  # the pair is complete, and waits for others to be handed over with
         self.done = False  # the pair has been handed over
         self.reached = False  # by the gradients of the model's outputs, as the check found
         self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
@@ -72,14 +75,19 @@ class Entry:
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
         self.cumulative = False  # whether that one averages over all updates, momentum=None
 
+    def begin(self) -> None:
+        """Make ready for a mini-batch."""
+        self.arrived = self.fired = 0
+        self.waits = self.done = False
+
     def shaped(self, t: Tensor) -> Tensor:
         """The companion, or its gradient, as what the parameter's shape is."""
         return t if self.places is None else t.permute(self.places)
 
     @property
-    def module(self) -> str:
-        """The name of the module it belongs to."""
-        return self.name.rpartition(".")[0]
+    def through(self) -> str:
+        """The operations it went through, for messages."""
+        return ", ".join(sorted(self.operations)) or "an operation that torch does not show"
 
     def refuse_hooks(self, *, called: bool) -> None:
         """Refuse hooks of others that could change a gradient and not its square.

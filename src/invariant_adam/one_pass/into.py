@@ -53,7 +53,9 @@ class Sink:
 
     open: ClassVar[Sink | None] = None
 
-    def __init__(self, optimizer: InvariantAdam, entries: list[Entry]) -> None:
+    def __init__(
+        self, optimizer: InvariantAdam, entries: list[Entry], wait: Callable[[Entry, pair.Pair], None]
+    ) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         missing = [entry.name for entry in entries if id(entry.param) not in held]
         if missing:
@@ -66,7 +68,7 @@ class Sink:
                 'into= needs an optimizer that folds in backward, InvariantAdam(fold="backward"), which is the latest '
                 'one built on these parameters; with fold="call" leave into= out and call opt.fold()'
             )
-        self.optimizer = optimizer
+        self.optimizer, self.wait = optimizer, wait
         self.passed = False  # a backward came by that was not to accumulate
         self.edges: list[GradientEdge] = []  # of the tickets: a backward over all leaves comes by there
         self.entries = {entry.key: entry for entry in entries}
@@ -134,8 +136,11 @@ class Sink:
         return entry
 
     def _hand(self, entry: Entry, dW: Tensor, S: Tensor, borrowed: bool = False) -> None:
-        p = entry.param
-        pair.put(p, pair.Pair(dW.to(p.dtype), S, self.kappa, self.scale, borrowed), entry.taker)
+        made = pair.Pair(dW.to(entry.param.dtype), S, self.kappa, self.scale, borrowed)
+        if borrowed:
+            pair.put(entry.param, made, entry.taker)
+        else:
+            self.wait(entry, made)
 
 
 def products(handle: Handle, G: Tensor, X: Tensor, c: Tensor | None) -> Any:

@@ -8,7 +8,7 @@ One backward over a mini-batch of κ micro-batches leaves on every parameter
 
 The engine calls `arm` when it opens, `put` for each parameter once its square exists, and `disarm` when it
 closes. The optimizer calls `take`. An optimizer that folds during backward calls `subscribe` instead: it is then
-handed each pair at once, never left on the parameter, so that no more than one parameter's pair is alive.
+handed pairs as they are made, never left on the parameter, as many at a time as it has room for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Parameter -> what to call when its pair is complete.
+# Parameter -> what to call when its pair, and perhaps others', are complete.
 _subscribers = WeakTensorKeyDictionary()
 _ONES = (1.0, 1.0)
 
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
         return Pair(grad, grad_sq, self.kappa)
 
 
-Taker = Callable[[Tensor, Pair], None]
+Taker = Callable[[list[Tensor], list[Pair]], None]
 
 
 def arm(p: Tensor) -> None:
@@ -62,7 +62,11 @@ def is_armed(p: Tensor) -> bool:
 
 
 def subscribe(p: Tensor, taker: Taker | None) -> None:
-    """Have `taker(p, pair)` called whenever a pair of `p` is complete; the latest taker, or None, wins."""
+    """Have `taker([p], [pair])` called whenever a pair of `p` is complete; the latest taker, or None, wins.
+
+    A taker with a number `room` gets pairs in lists: they wait for each other, up to so many elements, until the
+    backward is done.
+    """
     global subscriptions
     subscriptions += 1
     if taker is not None:
@@ -89,17 +93,23 @@ def put(p: Tensor, new: Pair, taker: Taker | None) -> None:
         new: the pair. A taker puts its factors on it in passing, and looks out for borrowed memory.
         taker: what `taker_of(p)` says.
     """
-    found = take(p) if is_there(p) else None
-    if found is not None:
-        before, new, total = found.means(), new.means(), found.kappa + new.kappa
-        grad, grad_sq = ((a * before.kappa + b * new.kappa) / total for a, b in zip(before[:2], new[:2], strict=True))
-        new = Pair(grad, grad_sq, total)
+    new = joined(p, new)
     if taker is not None:
-        taker(p, new)
+        taker([p], [new])
         return
     grad, grad_sq, kappa = new.means()[:3]
     p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
     grad_sq.made_with = grad._version, _ONES  # type: ignore[attr-defined]
+
+
+def joined(p: Tensor, new: Pair) -> Pair:
+    """A pair of `p`, averaged with the one that is taken off `p`, if any."""
+    found = take(p) if is_there(p) else None
+    if found is None:
+        return new
+    before, new, total = found.means(), new.means(), found.kappa + new.kappa
+    grad, grad_sq = ((a * before.kappa + b * new.kappa) / total for a, b in zip(before[:2], new[:2], strict=True))
+    return Pair(grad, grad_sq, total)
 
 
 def is_there(p: Tensor) -> bool:
