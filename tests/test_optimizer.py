@@ -1150,3 +1150,26 @@ def test_clipping_by_a_name_imported_before_is_refused():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:3] == ["True", "True", "[0.5, 0.5]"]
+
+
+class _Gate(torch.autograd.Function):
+    """Takes a parameter, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g, None
+
+
+def test_a_gradient_that_is_undefined_is_none():
+    layer, gate = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+    opt = InvariantAdam([*layer.parameters(), gate], lr=0.1)
+    for _ in range(2):
+        _Gate.apply(layer(torch.ones(4, 3)), gate).sum().backward()
+    opt.step()
+    assert torch.equal(gate, torch.ones(2))
+    assert opt.state[gate]["step"] == 0
+    assert opt.state[layer.weight]["step"] == 1

@@ -78,7 +78,8 @@ def own(p: Tensor, folder: Folder, *, hook: bool) -> None:
     @untraced
     def on_grad(p: Tensor) -> None:
         folder = reference()
-        if folder is not None and not pair.is_armed(p):  # armed: half of a pair, whose square is still to come
+        # Armed: half of a pair, whose square is still to come. None: torch calls hooks for an undefined gradient, too.
+        if folder is not None and not pair.is_armed(p) and p.grad is not None:
             folder.on_grad(p)
 
     before = owner(p)
