@@ -4,6 +4,8 @@ with."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from loop_oracle import assert_exact, loop
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invariant_adam import checks
+from invariant_adam import InvariantAdam, checks
 from invariant_adam.one_pass import UnsupportedUse, one_pass, pair
 from invariant_adam.one_pass.dispatch import State
 
@@ -627,3 +629,24 @@ def test_squares_of_channels_last_weights_lie_like_their_moments() -> None:
     for name, p in model.named_parameters():
         assert p.grad_sq.stride() == p.stride()
         torch.testing.assert_close(p.grad_sq, want[name][1])
+
+
+@pytest.mark.parametrize("sink", [True, False])
+def test_what_is_known_of_a_model_does_not_keep_it(sink):
+    """Not even until Python looks for cycles: on a GPU the next model needs its memory."""
+
+    def trained():
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+        opt = InvariantAdam(net.parameters(), micro_batch_size=2)
+        for _ in range(2):
+            with one_pass(net, 2, into=opt if sink else None):
+                net(torch.randn(8, 3, 4, 4)).sum(1).mean().backward()
+            opt.step()
+        return [weakref.ref(p) for p in net.parameters()]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert not any(p() is not None for p in trained())
+    finally:
+        gc.enable()

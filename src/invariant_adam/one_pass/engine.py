@@ -39,6 +39,9 @@ class Engine:
         self.micro = micro
         self.axis = axis
         self.entries: dict[int, Entry] = {}
+        # Of parameters used once, by the key of the entry, and the companion it was made with. Kept here: an entry that
+        # held its handle would be held by it, and the parameters freed late.
+        self.handles: dict[int, tuple[Tensor, Handle]] = {}
         self.groups: Groups = Groups(1, 1, axis)
         self.known = False  # whether `groups` is that of the mini-batch under way
         self.outside = True  # no forward of the model is running: what is used now was never checked
@@ -90,7 +93,7 @@ class Engine:
                 entry.tied = self.sharded and entry.name in known and known[entry.name].tied
             seen[key] = entry
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
-            self.entries = seen
+            self.entries, self.handles = seen, {}
             self.checked.clear()
         if any(entry.param._backward_hooks for entry in seen.values()):  # which may be new, and change gradients
             self.checked.clear()
@@ -133,13 +136,14 @@ class Engine:
                     self.share(entry)
                 assert entry.shared is not None
                 return Handle(apart(t), entry.shared, True, entry)
-            if not torch.compiler.is_compiling() and entry.handle is not None:
-                companion, handle = entry.handle
+            kept = None if torch.compiler.is_compiling() else self.handles.get(entry.key)
+            if kept is not None:
+                companion, handle = kept
                 if companion is entry.companion and handle.value is t and handle.dtype == t.dtype:
                     return handle
             handle = Handle(t, entry.shaped(entry.companion), False, entry, direct=True)
             if not torch.compiler.is_compiling():
-                entry.handle = entry.companion, handle
+                self.handles[entry.key] = entry.companion, handle
             return handle
         return None
 

@@ -59,11 +59,18 @@ class Entry:
         self.fired = 0  # backwards that have reached the companion
         self.operations: set[str] = set()
         self.hooks = 0  # on the parameter after a gradient, known to be this package's
-        self.handle: tuple[Tensor, Handle] | None = None  # of its one use, and the companion it was made with: kept
         self.taker: Taker | None = None  # who wants its pairs as they are made
         self.watcher: Callable[[Entry], None] | None = None  # told of each gradient, while a context is open
-        self.companion.register_post_accumulate_grad_hook(self._fire)
-        me = weakref.ref(self)  # the parameter outlives what an engine knew of it
+        # Neither hook holds the entry: the parameter outlives what an engine knew of it, and a cycle through a hook of
+        # the companion is one that Python cannot see, so that no parameter would ever be freed. A graph holds it.
+        me = weakref.ref(self)
+
+        def fired(_: Tensor) -> None:
+            entry = me()
+            if entry is not None:
+                entry._fire()
+
+        self.companion.register_post_accumulate_grad_hook(fired)
 
         def arrived(_: Tensor) -> None:
             entry = me()
@@ -115,7 +122,7 @@ class Entry:
         """Whether neither a gradient nor a square has arrived."""
         return self.param.grad is None and self.companion.grad is None
 
-    def _fire(self, _: Tensor) -> None:
+    def _fire(self) -> None:
         if State.engine is None:
             raise RuntimeError(
                 f"{self.name}: a backward of one_pass ran after its context was closed, where the gradient of a whole "
