@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 
 import torch
@@ -560,6 +562,28 @@ def loaded_in_mid_update(shard_state: bool) -> float:
         train(model, opt, [[[3]], [[4]]], 0)
         found.append([p.detach() for p in model.parameters()])
     return max(float((p - q).abs().max()) for p, q in zip(*found, strict=True))
+
+
+def freed() -> list[str]:
+    """Ways in which a model stays in memory when nobody has it any more."""
+
+    def trained(way: str, fold: str) -> Any:
+        model = (
+            sharded_model(init_device_mesh("cpu", (dist.get_world_size(),))) if way == "fsdp2" else Net(torch.float64)
+        )
+        opt = ia.InvariantAdam(model.parameters(), fold=fold, **OPTIONS)
+        ia.distributed.prepare(model, opt, shard_state=way == "shard_state")
+        train(model, opt, [[[1]], [[2]]], 0)
+        return [weakref.ref(model), weakref.ref(opt), *(weakref.ref(p) for p in model.parameters())]
+
+    kept = []
+    for way in ("plain", "shard_state", "fsdp2"):
+        for fold in ("backward", "call"):
+            left = trained(way, fold)
+            gc.collect()
+            if any(found() is not None for found in left):
+                kept.append(f"{way}, {fold}")
+    return kept
 
 
 def adamw_checkpoint(folder: str) -> dict[str, float]:

@@ -165,6 +165,10 @@ def test_a_state_loaded_in_mid_update_forgets_it(pool, shard_state):
     assert pool.run("loaded_in_mid_update", 1, shard_state=shard_state) == [0]
 
 
+def test_models_are_freed(pool):
+    assert pool.run("freed", 1) == [[]]
+
+
 def test_adamw_checkpoints_of_fsdp_runs_load(pool, tmp_path):
     for found in pool.run("adamw_checkpoint", 2, folder=str(tmp_path / "adamw")):
         assert max(found.values()) == 0, found

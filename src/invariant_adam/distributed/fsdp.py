@@ -209,12 +209,20 @@ class FullySharded(Team):
                         module.set_all_reduce_hook(squares.all_reduce)
                     self.squares |= {fp.sharded_param: (squares, fp) for fp in group.fsdp_params}
                 _insist(module)
+        # The hook does not hold us, who hold the parameter: Python does not see cycles through hooks, and frees none.
+        me = weakref.ref(self)
+
+        def beside(p: Tensor) -> None:
+            team = me()
+            if team is not None:
+                team._pair(p)
+
         for p in optimizer._params():
             if p in _pairs:
                 _pairs.pop(p).remove()
             if p.requires_grad:
                 if optimizer._fold_in == "call":
-                    _pairs[p] = p.register_post_accumulate_grad_hook(self._pair)
+                    _pairs[p] = p.register_post_accumulate_grad_hook(beside)
                 hooks.own(p, optimizer, hook=optimizer._fold_in == "backward")
                 optimizer._hooked.add(p)
 
