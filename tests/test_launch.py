@@ -115,3 +115,14 @@ def test_launches_are_shown_to_who_watches_them():
         triton.knobs.runtime.launch_enter_hook.remove(seen.append)
     assert len(seen) == 1
     assert torch.equal(out, 2 * x)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu
+def test_a_launch_runs_where_its_tensors_are():
+    start = launch.Launch(add, (1,), n=8, SIZE=16)
+    for device in ("cuda:0", "cuda:1", "cuda:1", "cuda:0"):
+        x, out = torch.randn(8, device=device), torch.empty(8, device=device)
+        start(x, None, out, 2.0, 0.0)
+        assert torch.equal(out, 2 * x)
+        assert torch.cuda.current_device() == 0

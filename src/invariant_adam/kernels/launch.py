@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction, driver
@@ -37,12 +39,15 @@ class Launch:
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, *args: Any) -> None:
-        """Start the kernel on the stream that is current."""
+        """Start the kernel, on the current stream of the device where the first argument is: a tensor, or its tiles."""
         if not self.direct or _watched():
             self._by_triton(args)
             return
         active = driver.active
         device = active.get_current_device()
+        if _home(args) != device:  # a part of a model on another GPU, stepped from here
+            self._by_triton(args)
+            return
         key, values = kind(args)
         known = (device, *key)
         found = self.compiled.get(known)
@@ -58,7 +63,10 @@ class Launch:
         run(*self.blocks, active.get_current_stream(device), *own, *every)
 
     def _by_triton(self, args: tuple[Any, ...]) -> Any:
-        return self.kernel[self.grid](**dict(zip(self.given, args, strict=True)), **self.fixed)
+        where = _home(args)
+        # Triton starts kernels on the device that is current, wherever their tensors are.
+        with torch.cuda.device(where) if where >= 0 else nullcontext():
+            return self.kernel[self.grid](**dict(zip(self.given, args, strict=True)), **self.fixed)
 
 
 def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -81,6 +89,12 @@ def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
                 key.append((type(a), a))
             values.append(a)
     return key, values
+
+
+def _home(args: tuple[Any, ...]) -> int:
+    """The device of the first argument, −1 for the CPU."""
+    first = args[0]
+    return (first if isinstance(first, Tensor) else first.base).get_device()
 
 
 def _watched() -> bool:
