@@ -319,7 +319,7 @@ class InvariantAdam(Optimizer):
                 self.on_pairs(params, pairs)
             return
         self._update.watch_backward(self._flush_queue)
-        self._fold(params, [self._arrival(p, found) for p, found in zip(params, pairs, strict=True)])
+        self._fold(params, list(map(self._arrival, params, pairs)))
 
     @property
     def room(self) -> int:
@@ -337,9 +337,10 @@ class InvariantAdam(Optimizer):
             )
         update, ranks = self._update, self._ranks
         parts = [self._part(p) for p in params]  # refuses before anything changes
-        for p, part in zip(params, parts, strict=True):
-            if part.kappa and (p in update.late or p in update.queue):
-                self._flush()
+        if update.late or update.queue:
+            for p, part in zip(params, parts, strict=True):
+                if part.kappa and (p in update.late or p in update.queue):
+                    self._flush()
         arrivals = arrivals or [self._take(p) for p in params]
         self._condition(params, arrivals)
         if ranks.absorb(self, params, parts, arrivals):
@@ -348,12 +349,13 @@ class InvariantAdam(Optimizer):
         # A list has waited for each other already.
         sharing = self._fold_in == "backward" and len(params) == 1 and torch._C._current_graph_task_id() >= 0
         for p, part, x in zip(params, parts, arrivals, strict=True):
-            keep, gain, place = self._count(p, part, x.kappa, x.scale, paired=x.square is not None, signed=x.signed)
-            fold, size = Fold(p, x.grad, x.square, keep, gain, place), x.grad.numel()
-            if self._is_whole(part, x):
+            keep, gain, place = self._count(p, part, x.kappa, x.scale, x.square is not None, x.signed)
+            fold = Fold(p, x.grad, x.square, keep, gain, place)
+            if update.expected is not None and self._is_whole(part, x):
                 update.late[p] = fold
-            elif sharing and size < _QUEUE and not x.borrowed and x.grad.device.type in _SHARING:
+            elif sharing and x.grad.numel() < _QUEUE and not x.borrowed and x.grad.device.type in _SHARING:
                 # It waits for the end of the backward that is running, to share a launch with others.
+                size = x.grad.numel()
                 update.queued += size
                 if update.queued > _QUEUE:
                     self._flush_queue()
@@ -377,7 +379,7 @@ class InvariantAdam(Optimizer):
         return part.kappa == x.kappa >= expected
 
     def _count(
-        self, p: Tensor, part: folding.Part, kappa: float, scale: tuple[float, float], *, paired: bool, signed: bool
+        self, p: Tensor, part: folding.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
     ) -> tuple[tuple[float, float], tuple[float, float], int]:
         """Count a gradient of `p`; return keep, gain and its place on the tape: m ← keep₁·m + gain₁·g.
 
@@ -391,13 +393,14 @@ class InvariantAdam(Optimizer):
         """
         place = -1 if self._tape is None else self._tape.arrive(p, part, kappa, scale, paired, signed)
         sign = 1.0 if signed else self._sign(p)
-        self._update.parts[p] = part
-        self._update.kinds.add(paired)
-        keep = part.keep
-        gain = (part.b[0] * kappa * sign * scale[0], part.b[1] * kappa * sign * sign * scale[1])
+        update = self._update
+        if not part.kappa:
+            update.parts[p] = part
+        update.kinds.add(paired)
+        keep, (b1, b2), (scale1, scale2) = part.keep, part.b, scale
         part.keep = _ONES
         part.kappa += kappa
-        return keep, gain, place
+        return keep, (b1 * kappa * sign * scale1, b2 * kappa * sign * sign * scale2), place
 
     def _sign(self, p: Tensor) -> float:
         return -self._loss_divisor if self._group(p)["maximize"] else self._loss_divisor
@@ -425,9 +428,11 @@ class InvariantAdam(Optimizer):
         if len(folds) == 1:
             return [folds]
         alike: dict[Any, list[Fold]] = defaultdict(list)
+        several = len(self.param_groups) > 1
         for f in folds:
-            key = self._index(f.param), f.keep, f.gain, f.grad.device, f.grad.dtype, f.square is None
-            alike[key].append(f)
+            index = self._group_index[f.param] if several else 0
+            grad = f.grad
+            alike[index, f.keep, f.gain, grad.device, grad.dtype, f.square is None].append(f)
         return alike.values()
 
     @torch.no_grad()
@@ -470,7 +475,7 @@ class InvariantAdam(Optimizer):
         if p in self._update.late or p in self._update.queue:
             self._flush()
         self._update.watch_backward(self._flush_queue)
-        keep, gain, place = self._count(p, part, kappa, scale, paired=True, signed=False)
+        keep, gain, place = self._count(p, part, kappa, scale, True, False)
         slots = None if self._tape is None else self._tape.slots(m, [place])
         return kernels.Target(m, v, keep, gain, self._counter(p.device), slots)
 
@@ -482,8 +487,8 @@ class InvariantAdam(Optimizer):
     def _begin(self, p: Tensor) -> folding.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
         index, state = self._index(p), self.state[p]
-        m, dtype = state["exp_avg"], self._moment_dtype(p)
-        if m.device != p.device or m.dtype != dtype:  # a model.to(...) may have come after the optimizer was built
+        m, dtype = state["exp_avg"], _promote(p.dtype, self._state_dtype)
+        if m.dtype != dtype or m.device != p.device:  # a model.to(...) may have come after the optimizer was built
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].to(p.device, dtype)
         if state["debias1"] == 1.0:
@@ -642,7 +647,7 @@ class InvariantAdam(Optimizer):
             folds = []
             for p, kappa, scale, paired, signed in tape.arrivals:
                 part = self._part(p)
-                keep, gain, _ = self._count(p, part, kappa, scale, paired=paired, signed=signed)
+                keep, gain, _ = self._count(p, part, kappa, scale, paired, signed)
                 folds.append((*keep, *gain))
             moves, stop = self._schedule()
             steps = {p: (move.size, move.eps, move.decay, 0.0) for move in moves for p in move.params}

@@ -192,14 +192,18 @@ def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:
     strides = list(map(Tensor.stride, tensors))
     return (
         set(map(_dtype, tensors)) <= DTYPES.keys()
-        and all(t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
-        and all(set(map(_dtype, xs)) <= {torch.float32} for xs in moments)
+        and (all(map(Tensor.is_contiguous, tensors)) or all(map(_is_dense, tensors)))
+        and set(map(_dtype, chain(*moments))) <= {torch.float32}
         and all(list(map(Tensor.stride, xs)) == strides or all(map(_lie_alike, tensors, xs)) for xs in moments)
         and not reduce(or_, map(Tensor.data_ptr, chain(tensors, *moments)), 0) % 16
     )
 
 
 _dtype = attrgetter("dtype")
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
 
 
 def _lie_alike(a: Tensor, b: Tensor) -> bool:

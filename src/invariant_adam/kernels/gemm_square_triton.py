@@ -172,19 +172,20 @@ def gemm_square(
         partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=device)
         arrived = torch.zeros(p.tiles, dtype=torch.int32, device=device)
     if into is None:
-        D, S = (torch.empty(m, n, dtype=torch.float32, device=device) for _ in range(2))
+        D = torch.empty((m, n), dtype=torch.float32, device=device)
+        S = torch.empty_like(D)
         fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
     else:
         D, S = into.exp_avg, into.exp_avg_sq
         fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
     aligned = p.aligned and G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
-    how = {
-        "HAS_C": c is not None, "DESCRIPTORS": aligned, "CUT": p.cut is not None, "INTO": into is not None,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-    }  # fmt: skip
-    key = tuple(how.values())
+    key = (c is not None, aligned, into is not None, torch.backends.cuda.matmul.allow_tf32)
     launch = p.launches.get(key)
     if launch is None:
+        how = {
+            "HAS_C": c is not None, "DESCRIPTORS": aligned, "CUT": p.cut is not None, "INTO": into is not None,
+            "PRECISION": "tf32" if key[-1] else "ieee",
+        }  # fmt: skip
         launch = p.launches[key] = Launch(_gemm_square, p.grid, **p.fixed, **how)
     operands: tuple[Any, Any] = (G, X)
     if aligned:

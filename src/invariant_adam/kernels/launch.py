@@ -74,20 +74,17 @@ def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     key: list[Any] = []
     values: list[Any] = []
     for a in args:
-        if isinstance(a, Tensor):
-            address = a.data_ptr()
-            key.append((a.dtype,) if address & 15 else a.dtype)
-            values.append(address)
+        value = a
+        if a is None or type(a) is float:
+            key.append(type(a))
+        elif isinstance(a, Tensor):
+            value = a.data_ptr()
+            key.append((a.dtype,) if value & 15 else a.dtype)
+        elif hasattr(a, "block_shape"):
+            key.append((a.base.dtype, *a.block_shape))
         else:
-            if a is None:
-                key.append(None)
-            elif isinstance(a, float):
-                key.append(float)
-            elif hasattr(a, "block_shape"):
-                key.append((a.base.dtype, *a.block_shape))
-            else:
-                key.append((type(a), a))
-            values.append(a)
+            key.append((type(a), a))
+        values.append(value)
     return key, values
 
 

@@ -7,6 +7,7 @@ On entry every trainable parameter's class is swapped for one whose operations c
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -245,16 +246,18 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def _hand_over(self) -> None:
         """Give the pairs that wait to their takers."""
         waiting, self.waiting, self.elements = self.waiting, [], 0
-        lists: dict[pair.Taker, tuple[list[Tensor], list[pair.Pair]]] = {}
+        lists: dict[pair.Taker | None, tuple[list[Tensor], list[pair.Pair]]] = defaultdict(lambda: ([], []))
+        factors = self._factors()
         with torch._C.DisableTorchFunctionSubclass():
             for entry, made in waiting:
-                assert entry.taker is not None
-                params, pairs = lists.get(entry.taker) or lists.setdefault(entry.taker, ([], []))
+                found = made or self._take(entry, *factors)
+                params, pairs = lists[entry.taker]
                 params.append(entry.param)
-                pairs.append(pair.joined(entry.param, made or self._take(entry)))
+                pairs.append(pair.joined(entry.param, found) if pair.is_there(entry.param) else found)
                 entry.waits, entry.done = False, True
         for taker, (params, pairs) in lists.items():
-            taker(params, pairs)
+            if taker is not None:
+                taker(params, pairs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
@@ -404,25 +407,27 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             )
         for entry in self.armed:
             if entry.param.grad is not None and not entry.done:
-                found, entry.done = self._take(entry), True
+                found, entry.done = self._take(entry, *self._factors()), True
                 pair.put(entry.param, found, entry.taker)
 
-    def _take(self, entry: Entry) -> pair.Pair:
+    def _factors(self) -> tuple[float, tuple[float, float]]:
+        """κ of the mini-batch, and what makes the means of a pair from the sums of its backward."""
+        groups = self.engine.groups
+        return groups.batch / self.micro, (1.0, 1.0) if self.engine.single else groups.scale(self.reduction)
+
+    def _take(self, entry: Entry, kappa: float, scale: tuple[float, float]) -> pair.Pair:
         """Take what has come to a parameter and its companion."""
-        engine = self.engine
-        groups = engine.groups
-        p = entry.param
-        grad, square = p.grad, entry.companion.grad
+        p, companion = entry.param, entry.companion
+        grad, square = p.grad, companion.grad
         assert grad is not None
-        scale = (1.0, 1.0)
-        if engine.single:
-            square = grad.detach().to(entry.companion.dtype).square()
+        if self.engine.single:
+            square = grad.detach().to(companion.dtype).square()
         else:
             assert square is not None
-            square, scale = entry.shaped(square), groups.scale(self.reduction)
+            companion.grad = None
+            square = entry.shaped(square)
         p.grad = entry.before
-        entry.companion.grad = None
-        return pair.Pair(grad, square, groups.batch / self.micro, scale)
+        return pair.Pair(grad, square, kappa, scale)
 
 
 def _bind(into: InvariantAdam) -> None:

@@ -141,7 +141,9 @@ class Engine:
                 companion, handle = kept
                 if companion is entry.companion and handle.value is t and handle.dtype == t.dtype:
                     return handle
-            handle = Handle(t, entry.shaped(entry.companion), False, entry, direct=True)
+            # A compiled graph checks before each call what its trace has asked of every parameter: ask little.
+            tag = entry.companion if entry.companion.ndim < 4 else entry.shaped(entry.companion)
+            handle = Handle(t, tag, False, entry, direct=True)
             if not torch.compiler.is_compiling():
                 self.handles[entry.key] = entry.companion, handle
             return handle

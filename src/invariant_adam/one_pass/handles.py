@@ -151,7 +151,7 @@ class Handle:
         self.tag = tag
         self.grouped = grouped
         self.entry = entry  # None where a delivery is not to be counted for a parameter
-        self.label = label or ("" if entry is None else entry.name)  # the parameters it comes from
+        self.named = label
         # Where the value was expanded over the batch: the copies for groups lo..hi with m samples
         # each.
         self.resize = resize
@@ -159,6 +159,11 @@ class Handle:
         self.into = False  # its pair goes to the optimizer as it is made (see `into`), as its last use says
         self.dtype = value.dtype
         self.square_dtype = wide(value.dtype)
+
+    @property
+    def label(self) -> str:
+        """The parameters it comes from, by name; asked for only where it is needed, since a trace guards it."""
+        return self.named or ("" if self.entry is None else self.entry.name)
 
     def arrive(self) -> None:
         """Count one delivery of squares; a parameter that is not shared must get exactly one."""
