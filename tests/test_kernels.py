@@ -214,3 +214,21 @@ def test_parts_cover_a_list_once():
         fakes = [torch.empty(n, device="meta") for n in sizes]
         parts = list(adam_torch._parts(fakes)) if fakes else []
         assert [i for part in parts for i in range(part.start, part.stop)] == list(range(len(sizes)))
+
+
+@pytest.mark.skipif(adam_triton is None or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+def test_tables_that_another_stream_finds_are_there():
+    """A model of the same sizes, on a stream that waits for nobody: runs of the lab are such."""
+    sizes, streams = (4097, 12345, 777), [torch.cuda.Stream() for _ in range(2)]
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    g, m, v = ([[torch.full((n,), x, device="cuda") for n in sizes] for _ in streams] for x in (2.0, 0.0, 0.0))
+    torch.cuda.synchronize()
+    for i, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            if i == 0:
+                torch.cuda._sleep(500_000_000)  # clock ticks: what follows on this stream waits
+            adam_triton.fold(g[i], None, m[i], v[i], keep=(0.0, 0.0), gain=(1.0, 1.0), count=count)
+    torch.cuda.synchronize()
+    assert all((x == 2).all() for xs in m for x in xs)
+    assert all((x == 4).all() for xs in v for x in xs)

@@ -322,13 +322,17 @@ shelf: Callable[[Tensor, torch.device], Tensor] | None = None
 
 @lru_cache(maxsize=256)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    return upload(torch.tensor(pointers, dtype=torch.int64), device)
+    # Without making the host wait: gradients are elsewhere in each update. From pinned memory, which the copy keeps
+    # alive until it is done.
+    table = torch.tensor(pointers, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 @lru_cache(maxsize=256)
 def _blocks(numels: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     (blocks, sizes), n = _cut(numels, block)
-    return upload(blocks, device), upload(sizes, device), n
+    # The host waits, once: another model of these sizes finds them, and its stream need not wait for this one.
+    return blocks.to(device), sizes.to(device), n
 
 
 def _cut(numels: tuple[int, ...], block: int) -> tuple[tuple[Tensor, Tensor], int]:
@@ -338,9 +342,3 @@ def _cut(numels: tuple[int, ...], block: int) -> tuple[tuple[Tensor, Tensor], in
     place = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     table = torch.stack([tensor, place], 1).to(torch.int32)
     return (table, torch.tensor(numels, dtype=torch.int64)), len(tensor)
-
-
-def upload(table: Tensor, device: torch.device) -> Tensor:
-    """Copy a table to the device without making the host wait."""
-    # From pinned memory, which the copy keeps alive until it is done.
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
