@@ -256,8 +256,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 pairs.append(pair.joined(entry.param, found) if pair.is_there(entry.param) else found)
                 entry.waits, entry.done = False, True
         for taker, (params, pairs) in lists.items():
-            if taker is not None:
-                taker(params, pairs)
+            assert taker is not None  # where nobody takes them, they stay on the leaves
+            taker(params, pairs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
