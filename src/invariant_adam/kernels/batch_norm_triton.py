@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemm_square_triton import _multiprocessors
+from . import chip
 from .launch import Launch, cdiv, next_power_of_2
 from .ops import operator
 
@@ -263,7 +263,7 @@ class Plan:
         self.rows, self.channels = rows, channels  # rows per group
         bc = min(CHANNELS, next_power_of_2(channels))
         columns = cdiv(channels, bc)
-        wanted = cdiv(8 * _multiprocessors(device), columns * kappa)
+        wanted = cdiv(8 * chip.multiprocessors(device), columns * kappa)
         chunk = cdiv(rows, max(1, min(wanted, CHUNKS, rows // (4 * ROWS))))  # rows
         self.chunks = chunks = cdiv(rows, chunk)  # per group
         self.blocks = columns * chunks * kappa

@@ -27,10 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import chip
 from .adam import Target
 from .adam_triton import LIMIT
 from .conv_square import Geometry
-from .gemm_square_triton import _fold_tile, _has_tile_loads, _multiprocessors, _round_tf32, _stages
+from .gemm_square_triton import _fold_tile, _round_tf32
 from .launch import Launch, Tiles, cdiv, next_power_of_2
 
 
@@ -320,7 +321,7 @@ class Plan:
         columns = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
         tiles = geo.groups * cdiv(out, config.bm) * columns
         loads = [
-            _has_tile_loads(G.device)
+            chip.has_tile_loads(G.device)
             and t.shape[1] // geo.groups * t.element_size() % 16 == 0
             and t.data_ptr() % 16 == 0
             for t in (G, X)
@@ -342,7 +343,7 @@ class Plan:
             self.of_g = Tiles(G.permute(0, 2, 3, 1).flatten(0, 1), [1, config.bk, config.bm])
         elif loads[0]:
             self.of_g = Tiles(G.permute(0, 2, 3, 1).view(kappa, rows, -1), [1, config.bk, config.bm])
-        whole, size, parts = divide(tiles, kappa, rows, config, _multiprocessors(G.device))
+        whole, size, parts = divide(tiles, kappa, rows, config, chip.multiprocessors(G.device))
         rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
         if split:
             size = cdiv(steps, parts)
@@ -362,7 +363,7 @@ class Plan:
             "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips,
             "DESCRIPTORS": loads[0], "BOXES": load is not None,
             "num_warps": config.warps,
-            "num_stages": _stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
+            "num_stages": chip.stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
         }  # fmt: skip
         at_once = min(32, next_power_of_2(max(1, parts)))
         self.last = {"pieces": pieces, "K": 32 // at_once, "P": at_once, "E": 128, "num_warps": 4}
@@ -492,7 +493,7 @@ def depthwise(G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor | None,
     bc = min(64, max(16, next_power_of_2(out)))
     across = cdiv(out, bc)
     # Enough blocks for the chip, of at least 1024 rows each.
-    wanted = cdiv(8 * _multiprocessors(G.device), across * kh * kw * kappa)
+    wanted = cdiv(8 * chip.multiprocessors(G.device), across * kh * kw * kappa)
     chunk = cdiv(rows, max(1, min(wanted, rows // 1024)))
     chunks = cdiv(rows, chunk)
     partial = torch.empty(kappa, chunks, kh * kw, out, dtype=torch.float32, device=G.device)

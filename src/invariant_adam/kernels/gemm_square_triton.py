@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tuning
+from . import chip, tuning
 from .adam import Target
 from .adam_triton import LIMIT
 from .launch import Launch, Tiles, cdiv
@@ -218,10 +218,10 @@ def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torc
     bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
     tiles = cdiv(m, bm) * cdiv(n, bn)
     cut = _cut(tiles, kappa, rows, device) if config.split else None
-    aligned = _has_tile_loads(device) and m * size % 16 == 0 and n * size % 16 == 0
+    aligned = chip.has_tile_loads(device) and m * size % 16 == 0 and n * size % 16 == 0
     fixed = {
         "M": m, "N": n, "R": rows, "KAPPA": kappa, "BM": bm, "BN": bn, "BK": bk, "BAND": config.band,
-        "num_warps": config.warps, "num_stages": _stages(device, (bm + bn) * bk * size, config.stages),
+        "num_warps": config.warps, "num_stages": chip.stages(device, (bm + bn) * bk * size, config.stages),
     }  # fmt: skip
     return Plan(config, tiles, cut, (tiles if cut is None else cut.blocks,), aligned, fixed, {}, [])
 
@@ -304,11 +304,11 @@ def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
 
 @lru_cache(maxsize=256)
 def _cut(tiles: int, kappa: int, rows: int, device: torch.device) -> Cut | None:
-    multiprocessors = _multiprocessors(device)
-    size = divide(tiles, kappa, rows, multiprocessors)
+    count = chip.multiprocessors(device)
+    size = divide(tiles, kappa, rows, count)
     if size >= kappa:
         return None
-    whole = tiles - tiles % multiprocessors
+    whole = tiles - tiles % count
     starts = range(0, kappa, size)
     table = [(tile, 0, kappa, 0, 0) for tile in range(whole)]
     for i, start in enumerate(starts):  # long pieces first: the short ones fill what they leave
@@ -319,23 +319,3 @@ def _cut(tiles: int, kappa: int, rows: int, device: torch.device) -> Cut | None:
     for _ in range(tiles - whole):
         table += [(min(start + size, kappa) - start, 0, 0, 0, 0) for start in starts]
     return Cut(torch.tensor(table, dtype=torch.int32).to(device), blocks, (tiles - whole) * len(starts))
-
-
-@lru_cache
-def _has_tile_loads(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@lru_cache
-def _stages(device: torch.device, stage_bytes: int, wanted: int) -> int:
-    """As many pipeline stages as fit into shared memory."""
-    if device.type != "cuda":
-        return wanted
-    memory: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10)
-    return max(1, min(wanted, (memory - 1024) // stage_bytes))
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return count
