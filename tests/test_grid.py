@@ -245,6 +245,23 @@ def invoke(*words: str):
     return CliRunner().invoke(app, ["reproduce", *words])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+def test_the_command_compiles(tmp_path):
+    words = ["vit", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path), "--epochs", "1", "--images", "40"]
+    words += ["--lrs", "1e-3", "--batch-sizes", "5,20", "--algorithms", "invariant", "--no-figures"]
+    assert invoke(*words).exit_code == 0
+    files = {path: json.loads(path.read_text()) for path in tmp_path.glob("*/vit-*.json")}
+    for path in files:
+        path.unlink()
+    result = invoke(*words, "--compile")
+    assert result.exit_code == 0, result.output
+    for path, eager in files.items():  # the same runs, up to rounding, under the same names
+        compiled = json.loads(path.read_text())
+        assert (eager["compiled"], compiled["compiled"]) == (False, True)
+        assert compiled["rows"][0]["train_loss"] == pytest.approx(eager["rows"][0]["train_loss"], rel=1e-4)
+
+
 def test_the_command_makes_a_grid(tmp_path):
     words = ["vit", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path), "--epochs", "1", "--images", "40"]
     words += ["--lrs", "1e-3", "--batch-sizes", "5,20", "--algorithms", "invariant", "--warmup", "0,20"]
