@@ -145,13 +145,13 @@ def sizes(row):
 
 
 def sources(found):
-    head = ("grid", "command", "device", "torch", "date", "runs")
+    head = ("grid", "commands", "device", "torch", "date", "runs")
     rows = []
     for name, grid in found.grids.items():
         device = ", ".join(grid.get("devices", [])) or grid.get("machine", "")
         runs = f"{grid['finished']} of {grid['runs']}" if "finished" in grid else ""
-        command = f"`{grid['command']}`" if "command" in grid else ""
-        rows.append((name, command, device, grid.get("torch", ""), str(grid.get("date", ""))[:10], runs))
+        commands = "<br>".join(f"`{command}`" for command in grid.get("commands", ()))
+        rows.append((name, commands, device, grid.get("torch", ""), str(grid.get("date", ""))[:10], runs))
     yield from table(head, rows)
     yield ""
     yield "Figures: `invariant-adam figures benchmarks/results/lab --out docs/figures/lab`, which also writes an"

@@ -137,6 +137,23 @@ def test_a_stopped_grid_goes_on(setup):
     assert saved["preset"] == "smoke"
 
 
+def test_a_grid_made_in_parts_is_gathered_whole(setup):
+    found = grid.plan("vit", "smoke", choice=TINY)
+    small, large = ([run for run in found.runs if (run.batch_size == 5) == part] for part in (True, False))
+    (setup.folder / "broken-lr.json").parent.mkdir(parents=True)
+    (setup.folder / "broken-lr.json").write_text("{}")
+    grid.make(small, setup, Told())
+    first = grid.gather(found._replace(runs=small), setup, "first")
+    assert (first["finished"], first["runs"]) == (len(small), len(small))
+    part = grid.gather(found, setup, "all of it")
+    assert part["missing"] == [run.name for run in found.runs if run in large]
+    grid.make(large, setup, Told())
+    whole = grid.gather(found._replace(runs=large), setup, "second")
+    assert (whole["finished"], whole["runs"], whole["missing"]) == (4, 4, [])
+    assert whole["commands"] == ["first", "all of it", "second"]
+    assert len(rows_of(setup.folder)) == 4
+
+
 def test_half_a_file_is_not_a_run(setup):
     run = grid.plan("vit", "smoke", choice=TINY).runs[0]
     path = setup.folder / f"{grid.run_id(run, setup)}.json"

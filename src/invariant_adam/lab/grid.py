@@ -285,8 +285,13 @@ def _store(run: Run, rows: list[Row], setup: Setup) -> None:
 
 
 def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
-    """Write results.csv and grid.json from the finished runs of a grid; return what grid.json holds."""
-    done = {run: found for run in grid.runs if (found := finished(run, setup)) is not None}
+    """Write results.csv and grid.json from all finished runs of a grid's folder; return what grid.json holds.
+
+    A grid may be made by several commands, each with a part of it: the runs and the commands of all of them are kept.
+    """
+    for run in grid.runs:
+        finished(run, setup)  # brings a run that another grid has made
+    done = dict(_kept(setup))
     lines: list[list[Any]] = []
     for run, found in done.items():
         for row in found["rows"]:
@@ -299,25 +304,42 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     lines.sort(key=lambda line: [f"{cell:>24}" for cell in line[:11]])
     writer.writerows(lines)
     record.write(setup.folder / "results.csv", buffer.getvalue())
-    devices = sorted({found["device"] for found in done.values()})
+    before = record.read_json(setup.folder / "grid.json") or {}
+    names = {run.name for run in done}
+    wanted = dict.fromkeys((*before.get("missing", ()), *(run.name for run in grid.runs)))
+    missing = [name for name in wanted if name not in names]
     result = {
-        "command": command,
+        "commands": list(dict.fromkeys((*before.get("commands", ()), command))),
         "grid": grid.grid,
         "model": grid.model,
         "preset": grid.preset,
-        "runs": len(grid.runs),
+        "runs": len(done) + len(missing),
         "finished": len(done),
-        "missing": [run.name for run in grid.runs if run not in done],
+        "missing": missing,
         "epochs": grid.runs[0].epochs,
         "samples": grid.runs[0].samples or "all",
         "dataset": {"name": "made-up" if grid.small else TASKS[grid.model].dataset, "sha256": setup.digest},
-        "devices": devices,
+        "devices": sorted({found["device"] for found in done.values()}),
         "precision": setup.precision,
         "seconds": sum(row["seconds"] for found in done.values() for row in found["rows"]),
         **record.provenance(),
     }
+    if done:  # what made the runs, which may not be what gathers them
+        made = done.values()
+        result |= {key: ", ".join(sorted({found[key] for found in made})) for key in ("torch", "python")}
+        result["date"] = max(found["date"] for found in made)
     record.write_json(setup.folder / "grid.json", result)
     return result
+
+
+def _kept(setup: Setup) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """The finished runs of a grid's folder that go together: of one dataset, one kind of device, one precision."""
+    for path in sorted(setup.folder.glob("*-lr*.json")):
+        found = record.read_json(path)
+        if isinstance(found, dict) and "run" in found:
+            run = Run(**found["run"])
+            if path.stem == run_id(run, setup) and len(found["rows"]) == run.epochs:
+                yield run, found
 
 
 # ---------------------------------------------------------------- cost

@@ -168,7 +168,11 @@ def captured(work: Work) -> Work:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+
+    def replay(held: Work = work) -> None:  # the tensors of the work live as long as its graph
+        graph.replay()
+
+    return replay
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
