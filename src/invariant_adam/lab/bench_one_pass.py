@@ -230,6 +230,7 @@ class Update:
         if isinstance(self.optimizer, ia.InvariantAdam):
             return ia.capture(self.optimizer, self._once)
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 self._once()

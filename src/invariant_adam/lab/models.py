@@ -224,8 +224,9 @@ class LayerNorm2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x (B, channels, height, width) normalised."""
         rows = x.permute(0, 2, 3, 1)
-        normed = F.group_norm(rows.flatten(1).unsqueeze(1), 1, None, None, self.eps).view(rows.shape)
-        return torch.addcmul(self.bias, normed, self.weight).permute(0, 3, 1, 2)
+        with torch.autocast(x.device.type, enabled=False):  # it would keep everything between in float32
+            normed = F.group_norm(rows.flatten(1).unsqueeze(1), 1, None, None, self.eps).view(rows.shape)
+            return torch.addcmul(self.bias, normed, self.weight).to(x.dtype).permute(0, 3, 1, 2)
 
 
 def _divisor(size: int, near: int) -> int:
