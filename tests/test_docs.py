@@ -67,7 +67,9 @@ def headings(text):
 def test_the_page_of_the_results_comes_with_the_first_results(pages, tmp_path):
     assert pages.lab_pages(tmp_path) == {}
     short = {"sizes": (25, 100, 400), "rates": (1e-5, 1e-4), "epochs": 3}
-    write(tmp_path / pages.LAB / "resnet-ln", rows("resnet-ln", **short), commands=["invariant-adam reproduce resnet-ln"])
+    write(
+        tmp_path / pages.LAB / "resnet-ln", rows("resnet-ln", **short), commands=["invariant-adam reproduce resnet-ln"]
+    )
     text = filled(pages, tmp_path)
     assert "`invariant-adam reproduce resnet-ln`" in text
     # No heading of an experiment that was not made.

@@ -321,3 +321,56 @@ def test_on_the_gpu(way, dtype):
     assert schedule.get_last_lr() == twin_schedule.get_last_lr()
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(flat(model.parameters()), flat(twin.parameters()), rtol=tolerance, atol=tolerance)
+
+
+class Images(nn.Module):
+    """Convolutions in channels-last memory with more elements than pairs may wait, and matrices."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 256, 3, padding=1)]
+        for _ in range(4):
+            layers += [nn.ReLU(), nn.Conv2d(256, 256, 3, padding=1)]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(256, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def image_update(into):
+    model = Images().cuda().to(memory_format=torch.channels_last)
+    opt = ia.InvariantAdam(model.parameters(), lr=1e-3, micro_batch_size=8)
+    x = torch.randn(32, 3, 16, 16, device="cuda").contiguous(memory_format=torch.channels_last)
+    y = torch.randint(10, (32,), device="cuda")
+
+    def update():
+        with ia.one_pass(model, micro_batch_size=8, **({"into": opt} if into else {})):
+            nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+
+    return model, opt, update
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("into", [False, True])
+def test_replays_of_several_streams_at_once_are_those_of_one(into):
+    """What a graph uses is its own: neither a node of an earlier update nor a library's workspace is shared."""
+    wanted, _, eager = image_update(into)
+    for _ in range(8):
+        eager()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    made = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model, opt, update = image_update(into)
+            made.append((model, opt, ia.capture(opt, update)))
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for stream, (*_, replay) in zip(streams, made, strict=True):
+            with torch.cuda.stream(stream):
+                replay()
+    torch.cuda.synchronize()
+    for model, *_ in made:
+        assert (flat(model.parameters()) - flat(wanted.parameters())).norm() < 1e-3 * flat(wanted.parameters()).norm()

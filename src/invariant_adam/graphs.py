@@ -113,10 +113,13 @@ class Captured:
     Args:
         optimizer: the optimizer that `update` steps.
         update: runs forward, backward and `optimizer.step()`.
+        stream: where it is captured; None on a CPU.
     """
 
-    def __init__(self, optimizer: InvariantAdam, update: Callable[[], Any]) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, optimizer: InvariantAdam, update: Callable[[], Any], stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.optimizer, self._stream = optimizer, stream
         params = list(optimizer._params())
         self._tape = Tape(params[0].device)
         self.graph = torch.cuda.CUDAGraph() if params[0].is_cuda else None
@@ -139,7 +142,7 @@ class Captured:
     def _record(self, update: Callable[[], Any]) -> Any:
         assert self.graph is not None
         shelf = _Shelf(self.optimizer)
-        with torch.cuda.graph(self.graph), shelf.standing():
+        with torch.cuda.graph(self.graph, stream=self._stream), shelf.standing():
             output = update()
         shelf.fill()
         self._shelf = shelf  # the graph reads it
@@ -211,15 +214,28 @@ def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[],
         for _ in range(3):
             update()
         return update
-    stream = torch.cuda.Stream(params[0].device)
-    stream.wait_stream(torch.cuda.current_stream(params[0].device))
-    with torch.cuda.stream(stream):  # a graph is captured on a stream of its own, as are these: kernels are made here
+    with aside(params[0].device) as stream:  # kernels are made here
         for _ in range(2):
             update()
-    torch.cuda.current_stream(params[0].device).wait_stream(stream)
-    captured = Captured(optimizer, update)
+    captured = Captured(optimizer, update, stream)
     captured()
     return captured
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Work on a stream that a graph can be captured on: the current one, or a new one where that is the default stream.
+
+    Not on the one that torch captures all graphs on unless told otherwise: the library of matrix products has a
+    workspace for each stream that it is called on, which all these graphs would share. Replayed at the same time, they
+    would write over each other's sums.
+    """
+    here = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device) if here == torch.cuda.default_stream(device) else here
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        yield stream
+    here.wait_stream(stream)
 
 
 def _refuse(optimizer: InvariantAdam) -> None:

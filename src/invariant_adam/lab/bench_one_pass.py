@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import invariant_adam as ia
 
+from ..graphs import aside
 from . import timing
 from .models import GPT, MODELS, ResNet, build
 from .record import Rows
@@ -229,14 +230,11 @@ class Update:
     def _capture(self) -> Callable[[], Tensor]:
         if isinstance(self.optimizer, ia.InvariantAdam):
             return ia.capture(self.optimizer, self._once)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with aside(torch.device(self.case.device)) as stream:
             for _ in range(3):
                 self._once()
-        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             loss = self._once()
 
         def replay() -> Tensor:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 import invariant_adam as ia
 
+from ..graphs import aside
 from ..scaling import scale
 from ..schedules import mean_factor, warmup_cosine
 from . import augment, data
@@ -489,15 +490,12 @@ def _captured(update: Update, prepare: Callable[[int], None], start: int) -> Cal
 
     if isinstance(inner, ia.InvariantAdam):
         return ia.capture(inner, work)
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):  # a graph is captured on a stream of its own, as are these
+    with aside(update.source.device) as stream:
         work()
         work()
-    here.wait_stream(aside)
     prepare(next(made))  # launches, where it sets a rate on the device: not a part of the graph
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         update()
     graph.replay()
     return graph.replay

@@ -144,7 +144,9 @@ class Engine:
             # A compiled graph checks before each call what its trace has asked of every parameter: ask little.
             tag = entry.companion if entry.companion.ndim < 4 else entry.shaped(entry.companion)
             handle = Handle(t, tag, False, entry, direct=True)
-            if not torch.compiler.is_compiling():
+            # A tag that is no leaf holds the node at the end of its way, which works on the stream where it was made:
+            # an update on another stream, as a captured one, would be folded there, its memory given away too early.
+            if tag is entry.companion and not torch.compiler.is_compiling():
                 self.handles[entry.key] = entry.companion, handle
             return handle
         return None
