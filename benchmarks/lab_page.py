@@ -176,15 +176,17 @@ def spread_table(pair):
     for model in dict.fromkeys(row.model for row in pair):
         ours = {row.lr0: row for row in pair if (row.model, row.series.algorithm) == (model, "invariant")}
         theirs = {row.lr0: row for row in pair if (row.model, row.series.algorithm) == (model, "standard")}
-        widest = max((ours | theirs).values(), key=lambda row: len(row.spread.batch_sizes))
+        widest = max([*ours.values(), *theirs.values()], key=lambda row: len(row.spread.batch_sizes))
         cells = [f"{title(model)}, B = {sizes(widest)}, {widest.spread.epochs} epochs"]
         for lr0 in rates:
             sides = [side[lr0] for side in (ours, theirs) if lr0 in side]
             text = ", ".join(filter(None, (say(row.spread.value) for row in sides)))
             ratio = say(ours[lr0].ratio, ".0f") if lr0 in ours else ""
-            fewer = {sizes(row) for row in sides} - {sizes(widest)} if text else ()
+            fewer = [row for row in sides if text and sizes(row) != sizes(widest)]
+            names = "" if len(fewer) == 2 and len({sizes(row) for row in fewer}) == 1 else "{}: "
             text += f": **{ratio}**" * bool(ratio)
-            cells.append(text + "".join(f" (B = {some})" for some in sorted(fewer)))
+            said = dict.fromkeys(f"{names.format(row.series.algorithm)}B = {sizes(row)}" for row in fewer)
+            cells.append(text + (f" ({', '.join(said)})" if said else ""))
         rows.append(cells)
     yield from table(("", *(f"η₀ = {rate(lr0)}" for lr0 in rates)), rows)
 
@@ -211,7 +213,7 @@ def warmup_rows(found, rows):
     for row in rows:
         cold = row.series._replace(warmup_samples=0)
         before = [r for r in rows if (r.model, r.series, r.lr0) == (row.model, cold, row.lr0)]
-        if row.series.warmup_samples and before:
+        if row.series.warmup_samples and before and not math.isnan(row.spread.value):
             label = f"{lab.NAMES[row.series.algorithm]}, {row.series.law}"
             values = (say(before[0].spread.value), say(row.spread.value), say(row.ratio, ".0f"))
             cells.append((title(row.model), label, rate(row.lr0), f"{row.series.warmup_samples:,}", *values))
@@ -242,36 +244,32 @@ def rival_rows(found, paper, figure):
 
 
 def tuned_rows(found, figure):
-    cells = []
+    tables = []
     for model in found.models:
         by_metric = {m: lab.best(found, model, m) for m in ("train_loss", "test_accuracy")}
         if not any(row.tried > 2 for row in by_metric["train_loss"]):
             continue
         every = sorted({row.batch_size for rows in by_metric.values() for row in rows})
+        cells = []
         for series in (s for s in found.series(model) if not s.warmup_samples):
             for metric, rows in by_metric.items():
                 values = {row.batch_size: row for row in rows if row.series == series}
-                if len(values) < 2:
-                    continue
-                texts = [_best(values[size], metric) if size in values else "" for size in every]
-                cells.append((title(model), found.label(model, series), METRICS[metric], every, texts))
-    if not cells:
+                if values:
+                    texts = (_best(values[size], metric) if size in values else "" for size in every)
+                    cells.append((found.label(model, series), METRICS[metric], *texts))
+        tables.append((title(model), ("optimizer", "", *(f"B = {size}" for size in every)), cells))
+    if not tables:
         return
     yield "## (a) At its best learning rate"
     yield ""
-    yield "What each optimizer reaches at each batch size with the best of the learning rates tried, after the same"
-    yield "samples, and that learning rate. In italics where it is the smallest or largest tried: a better one may lie"
-    yield "beyond."
-    yield ""
-    columns = sorted({size for *_, every, _ in cells for size in every})
-    head = ("model", "optimizer", "", *(f"B = {size}" for size in columns))
-    yield from table(
-        head,
-        (
-            (model, label, metric, *(dict(zip(every, texts, strict=True)).get(size, "") for size in columns))
-            for model, label, metric, every, texts in cells
-        ),
-    )
+    yield "What each optimizer reaches at each batch size with the best of the learning rates tried at all of them,"
+    yield "after the same samples, and that learning rate. In italics where it is the smallest or largest tried: a"
+    yield "better one may lie beyond."
+    for name, head, cells in tables:
+        yield ""
+        yield f"{name}:"
+        yield ""
+        yield from table(head, cells)
     yield from figure.each("best", "what the best learning rate reaches at each batch size")
 
 
@@ -365,25 +363,11 @@ WAYS = ("loop", "lab")  # of benchmarks/lab_seconds.py
 
 
 def second_rows(found, alone):
-    groups = {}
-    for run in found.runs:
-        if not run.ramp and run.series.algorithm in ("invariant", "standard"):
-            key = (run.model, run.series.algorithm, run.series.micro_batch_size)
-            groups.setdefault(key, {}).setdefault(run.batch_size, []).extend(run.columns["seconds"])
-    columns = sorted({size for times in groups.values() for size in times})
-    cells = []
-    for (model, algorithm, micro), times in groups.items():
-        label = lab.NAMES[algorithm] + (f", M = {micro}" if micro else "")
-        medians = [f"{statistics.median(times[size]):.3g}" if size in times else "" for size in columns]
-        cells.append((title(model), label, *medians))
     yield "## Seconds per epoch"
     yield ""
-    yield "Medians over epochs and runs, as they ran in the grid (several at once on the device):"
-    yield ""
-    yield from table(("model", "optimizer", *(f"B = {size}" for size in columns)), cells)
     if alone is None:
+        yield from _grid_seconds(found)
         return
-    yield ""
     yield f"One run at a time, by `{alone['command']}` ({alone['device']}, torch {alone['torch']}): micro-batch by"
     yield "micro-batch with every kernel launched by the host, and as the lab runs it, with one CUDA graph per update"
     yield "and one pass where there are several micro-batches:"
@@ -400,6 +384,23 @@ def second_rows(found, alone):
         if way == WAYS[0] and (model, algorithm, batch, WAYS[1]) in taken
     ]
     yield from table(("model", "optimizer", "B", "a loop", "the lab"), rows)
+
+
+def _grid_seconds(found):
+    groups = {}
+    for run in found.runs:
+        if not run.ramp and run.series.algorithm in ("invariant", "standard"):
+            key = (run.model, run.series.algorithm, run.series.micro_batch_size)
+            groups.setdefault(key, {}).setdefault(run.batch_size, []).extend(run.columns["seconds"])
+    columns = sorted({size for times in groups.values() for size in times})
+    cells = []
+    for (model, algorithm, micro), times in groups.items():
+        label = lab.NAMES[algorithm] + (f", M = {micro}" if micro else "")
+        medians = [f"{statistics.median(times[size]):.3g}" if size in times else "" for size in columns]
+        cells.append((title(model), label, *medians))
+    yield "Medians over epochs and runs, as they ran in the grid (several at once on the device):"
+    yield ""
+    yield from table(("model", "optimizer", *(f"B = {size}" for size in columns)), cells)
 
 
 def remark_rows(found):

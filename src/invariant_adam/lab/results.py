@@ -450,13 +450,17 @@ class Best(NamedTuple):
 
 
 def best(results: Results, model: str, metric: str) -> list[Best]:
-    """Choose the best learning rate of every series at every batch size by `metric`."""
+    """Choose the best learning rate of every series at every batch size by `metric`.
+
+    Of those that were tried at all of them: of a grid that is not finished, batch sizes would differ by what was tried.
+    """
     samples = fixed_samples(run for run in results.runs if run.model == model and not run.ramp)
     sign = -1 if metric.endswith("accuracy") else 1
     found = []
     for series in results.series(model):
-        for size, runs in by_batch_size(results.group(model, series)).items():
-            rates = sorted({run.lr0 for run in runs})
+        sizes = by_batch_size(results.group(model, series))
+        rates = sorted(set.intersection(*({run.lr0 for run in runs} for runs in sizes.values()))) if sizes else []
+        for size, runs in sizes.items():
             values = [(at_samples([run for run in runs if run.lr0 == lr0], metric, samples), lr0) for lr0 in rates]
             finite = [(sign * value, lr0) for value, lr0 in values if math.isfinite(value)]
             if finite:
