@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 
 from invariant_adam.lab import data, record, timing, train
+from invariant_adam.lab.runs import TASKS, Run
+from invariant_adam.lab.source import load
+from invariant_adam.lab.updates import FIRST
 
 WAYS = {"loop": {"engine": "loop", "graphs": False}, "lab": {"engine": "one-pass", "graphs": True}}
 RULES = {"invariant": "linear", "standard": "square_root"}
@@ -32,7 +35,7 @@ def part_of(found, share):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(train.TASKS), default=list(train.TASKS))
+    parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--epochs", type=int, default=3, help="of each run; the first is not counted")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small models: to try this script")
@@ -41,19 +44,19 @@ def main():
     device = torch.device(args.device)
     rows = record.Rows(args.out, "python benchmarks/lab_seconds.py", "seconds per epoch of the lab's runs", device)
     for model in args.models:
-        task = train.TASKS[model]
+        task = TASKS[model]
         whole = (data.cifar10 if task.dataset == "cifar10" else data.tinyshakespeare)()[0]
-        source = train.load(model, device, small=args.small, found=part_of(whole, 0.1))
+        source = load(model, device, small=args.small, found=part_of(whole, 0.1))
         largest, M = task.batch_sizes[-1], task.micro_batch_size
         total = source.count // largest * largest
-        samples = max(source.count // 10 // largest, 2 * train.FIRST) * largest
+        samples = max(source.count // 10 // largest, 2 * FIRST) * largest
         for batch in (M, largest):
             for algorithm, rule in RULES.items():
                 for way, how in WAYS.items():
                     settings = {"model": model, "algorithm": algorithm, "batch_size": batch, "way": way}
                     if rows.has(settings):
                         continue
-                    run = train.Run(
+                    run = Run(
                         model, algorithm, rule, batch, M, largest, 1e-4, 0, args.epochs, samples, small=args.small
                     )
                     with timing.fast_math() if device.type == "cuda" else nullcontext():

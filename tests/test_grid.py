@@ -9,8 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from invariant_adam.cli import app
-from invariant_adam.lab import grid, train
+from invariant_adam.lab import grid
 from invariant_adam.lab.grid import Choice, Setup
+from invariant_adam.lab.runs import TASKS, Run
 
 TINY = Choice(epochs=1, lrs=(1e-3,), batch_sizes=(5, 20), samples=40)
 
@@ -48,7 +49,7 @@ def test_the_papers_grid():
 
 
 @pytest.mark.parametrize("name", grid.GRIDS)
-@pytest.mark.parametrize("model", train.TASKS)
+@pytest.mark.parametrize("model", TASKS)
 @pytest.mark.parametrize("preset", grid.PRESETS)
 def test_every_grid_is_whole(name, model, preset):
     found = grid.plan(model, preset, name)
@@ -81,7 +82,7 @@ def test_the_user_has_the_last_word():
     assert found.name == "resnet-ln-curves-short-e3-n2000"
     assert [run.warmup_samples for run in found.runs] == [0, 500]
     run = found.runs[0]
-    assert run == train.Run("resnet-ln", "adama", "linear", 50, 50, 400, 1e-2, 7, 3, 2_000)
+    assert run == Run("resnet-ln", "adama", "linear", 50, 50, 400, 1e-2, 7, 3, 2_000)
     with pytest.raises(ValueError, match="must divide"):
         grid.plan("resnet-ln", "short", "curves", Choice(batch_sizes=(75,)))
     with pytest.raises(ValueError, match="some of"):
@@ -238,7 +239,7 @@ def test_tensorboard_logs_are_written(setup):
 def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     setup = Setup(tmp_path, "a-grid", "cpu", "some data", lanes=2)
     monkeypatch.setattr(grid, "SECONDS", tmp_path / "seconds.json")
-    run = train.Run("resnet-bn", "standard", "square_root", 100, 25, 800, 1e-4, 0, 2, samples=8_000)
+    run = Run("resnet-bn", "standard", "square_root", 100, 25, 800, 1e-4, 0, 2, samples=8_000)
     row = {"train_loss": 1.0, "lr": 1.0, "epoch": 1, "samples": 8_000, "seconds": 16.0}
     grid._store(run, [row, {**row, "epoch": 2, "samples": 16_000}], setup)
     known, source = grid.costs(tmp_path, "cpu")

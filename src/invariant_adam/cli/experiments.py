@@ -19,7 +19,7 @@ from .options import InPrecision, Json, Where, device_of, numbers, precision_of
 
 if TYPE_CHECKING:
     from ..lab.grid import Grid, Setup
-    from ..lab.train import Run
+    from ..lab.runs import Run
 
 
 class Dataset(str, enum.Enum):

@@ -33,7 +33,9 @@ import torch
 
 from . import data, figures, page, record, timing, train
 from .results import COLUMNS
-from .train import TASKS, Row, Run
+from .runs import ALGORITHMS, RULES, TASKS, Run, check
+from .source import Source, load
+from .train import Row
 
 PRESETS = ("paper", "short", "smoke")
 PAIR = (("invariant", "linear"), ("standard", "square_root"))
@@ -118,7 +120,7 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
                                 model, algorithm, rule, batch, micro, lr0=lr, seed=seed, warmup_samples=warmup,
                                 ramp=ramp, **common,
                             )  # fmt: skip
-                            runs[train.check(run)] = None
+                            runs[check(run)] = None
     name = f"{model}-{grid}-{preset}"
     for letter, number in (("e", choice.epochs), ("n", choice.samples)):
         name += f"-{letter}{number}" if number else ""
@@ -134,9 +136,9 @@ def read_algorithms(text: str, grid: str) -> tuple[tuple[str, str], ...]:
     found = []
     for word in text.replace(",", " ").split():
         name, _, rule = word.partition(":")
-        if name not in train.RULES:
-            raise ValueError(f"--algorithms must be some of {', '.join(train.RULES)}, got {name!r}")
-        found.append((name, rule or dict(reversed(GRIDS[grid])).get(name, train.RULES[name][0])))
+        if name not in RULES:
+            raise ValueError(f"--algorithms must be some of {', '.join(RULES)}, got {name!r}")
+        found.append((name, rule or dict(reversed(GRIDS[grid])).get(name, RULES[name][0])))
     return tuple(found)
 
 
@@ -170,7 +172,7 @@ def _sharpness(run: Run) -> tuple[Any, ...]:
         run.warmup_samples,
         round(far, 6),
         -run.batch_size,
-        train.ALGORITHMS.index(run.algorithm),
+        ALGORITHMS.index(run.algorithm),
         run.rule,
         run.micro_batch_size,
     )
@@ -410,7 +412,7 @@ def made_up(model: str) -> data.Images | data.Text:
 def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
     """Make runs in this process, several at once, and write each when it is finished."""
     device = torch.device(setup.device)
-    sources: dict[str, train.Source] = {}
+    sources: dict[str, Source] = {}
     known, _ = costs(setup.out, setup.device)
     writers = _Logs(setup)
 
@@ -426,9 +428,7 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
                 if found is None and setup.path is not None:
                     read = data.cifar10 if TASKS[run.model].dataset == "cifar10" else data.tinyshakespeare
                     found = read(setup.path)[0]
-                sources[run.model] = train.load(
-                    run.model, device, small=setup.small, found=found, precision=setup.precision
-                )
+                sources[run.model] = load(run.model, device, small=setup.small, found=found, precision=setup.precision)
             log = writers.open(run)
 
             def on_epoch(row: Row, run: Run = run, log: Callable[[Row], None] = log) -> None:
