@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import invariant_adam as ia
 from invariant_adam.kernels.gemm_square import gemm_square
+from invariant_adam.lab.bench_memory import growth
+from invariant_adam.lab.models import build
+from invariant_adam.one_pass import probe
 
 
 def loss(model, batch):
@@ -493,3 +496,21 @@ def test_a_penalty_on_gradients_is_refused(norm, sink):
         out = net(x).mean((2, 3)).sum()
         with pytest.raises(ia.UnsupportedUse, match=r"create_graph=True.*abandon"):
             torch.autograd.grad(out, x, create_graph=True)
+
+
+@pytest.mark.parametrize("length", [24, 32])
+def test_the_check_of_a_first_update_takes_little_more_memory_than_an_update(length, monkeypatch):
+    """Also where the sequences are as long as the batch, and all micro-batches are held against the loop."""
+    monkeypatch.setattr(probe, "PIECE", 4096)  # as small beside these tensors as it is beside large ones
+    torch.manual_seed(0)
+    net = build("gpt-char", width=32, depth=2, heads=2, context=length)
+    opt = ia.InvariantAdam(net.parameters(), 1e-3, micro_batch_size=2)
+    x = torch.randint(65, (32, length))
+
+    def update():
+        with ia.one_pass(net, 2):
+            nn.functional.cross_entropy(net(x).flatten(0, 1), x.flatten()).backward()
+        opt.step()
+
+    first, second = (growth(update, lambda: None, torch.device("cpu")).peak for _ in range(2))
+    assert second < first < 2 * second

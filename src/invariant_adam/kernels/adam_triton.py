@@ -312,16 +312,21 @@ def _tables(*lists: list[Tensor], block: int = BLOCK) -> tuple[tuple[Tensor, Ten
         tables, n = _cut(numels, block)
         address, blocks, sizes = (shelf(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
         return (address, blocks, sizes), n
-    blocks, sizes, n = _blocks(numels, block, device)
-    return (_addresses(pointers, device), blocks, sizes), n
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    blocks, sizes, n = _blocks(numels, block, device, stream)
+    return (_addresses(pointers, device, stream), blocks, sizes), n
 
 
 # Where the tables of a graph that is being captured go (see `graphs`): host table, device -> table on the device.
 shelf: Callable[[Tensor, torch.device], Tensor] | None = None
 
 
+# Tables are kept by stream: one that is dropped goes back to the stream it was made on, and what others have still to
+# read would be written over.
+
+
 @lru_cache(maxsize=256)
-def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
+def _addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     # Without making the host wait: gradients are elsewhere in each update. From pinned memory, which the copy keeps
     # alive until it is done.
     table = torch.tensor(pointers, dtype=torch.int64)
@@ -329,9 +334,8 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _blocks(numels: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+def _blocks(numels: tuple[int, ...], block: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor, int]:
     (blocks, sizes), n = _cut(numels, block)
-    # The host waits, once: another model of these sizes finds them, and its stream need not wait for this one.
     return blocks.to(device), sizes.to(device), n
 
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .groups import Groups, UnsupportedUse
-from .probe import close, cut, differentiable, plainly, run
+from .probe import close, cut, differentiable, freed, plainly, run
 from .routing import sample_groups
 
 if TYPE_CHECKING:
@@ -31,17 +31,24 @@ AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
 def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
+    Where another size is the batch's, a few do not tell whether one was taken for the other: then also against a loop
+    over all of them, in the model's own precision. That mistake is a large one, and float64 takes several times the
+    memory of an update.
+
     A model that draws random numbers is held against it in eval mode: the loop would draw others.
     """
     groups = engine.groups
     few = _few(engine, args, kwargs)
-    if few < groups.kappa:
-        args, kwargs = cut((args, kwargs), groups, 0, few)
-        engine.groups = Groups(few * groups.micro, groups.micro, groups.axis)
-    try:
+    if few == groups.kappa:
         _check_gradients(engine, model, args, kwargs)
+        return
+    engine.groups = Groups(few * groups.micro, groups.micro, groups.axis)
+    try:
+        _check_gradients(engine, model, *cut((args, kwargs), groups, 0, few))
     finally:
         engine.groups = groups
+    if coincides(engine, args, kwargs):
+        _check_gradients(engine, model, args, kwargs, precise=False)
 
 
 def coincides(engine: Engine, args: Any, kwargs: Any) -> bool:
@@ -59,23 +66,23 @@ def _sizes(engine: Engine, args: Any, kwargs: Any) -> set[int]:
 
 
 def _few(engine: Engine, args: Any, kwargs: Any) -> int:
-    """How many micro-batches to hold against the loop: four or so, unless that would hide or make a coincidence."""
+    """How many micro-batches to hold against the loop: four or so, unless that would make a coincidence."""
     groups = engine.groups
-    if groups.c is not None or coincides(engine, args, kwargs):
+    if groups.c is not None:
         return groups.kappa
     sizes = _sizes(engine, args, kwargs)
     full = groups.batch // groups.micro
     return next((k for k in (4, 5, 6, 7, 3) if k < full and k * groups.micro not in sizes), groups.kappa)
 
 
-def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
-    small = cut((args, kwargs), engine.groups, 0)
+def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any, precise: bool = True) -> None:
+    a, kw = cut((args, kwargs), engine.groups, 0)
     try:
         with plainly(engine):
-            first = differentiable(run(engine, model, *small)[1])
+            first = differentiable(run(engine, model, a, kw, freed)[1])
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(torch.initial_seed() + 1)
-                second = differentiable(run(engine, model, *small)[1])
+                second = differentiable(run(engine, model, a, kw, freed)[1])
     except Exception as error:
         raise UnsupportedUse(
             "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
@@ -84,16 +91,16 @@ def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -
     still = all(close(a, b) for a, b in zip(first, second, strict=False))
     del first, second
     with nullcontext() if still else _evaluating(model):
-        try:
-            with _in_double(engine, model, args, kwargs) as (a, kw):
-                _hold_against_loop(engine, model, a, kw)
-            return
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            if isinstance(error, UnsupportedUse):
-                raise
-            if "use_reentrant" in str(error):
-                return  # cannot be differentiated to chosen leaves; arrivals are still counted in backward
-        _hold_against_loop(engine, model, args, kwargs)  # the model insists on its own precision
+        for double in (True, False) if precise else (False,):  # or the model insists on its own precision
+            try:
+                with _in_double(engine, model, args, kwargs) if double else nullcontext((args, kwargs)) as (a, kw):
+                    _hold_against_loop(engine, model, a, kw)
+                return
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                if "use_reentrant" in str(error):
+                    return  # cannot be differentiated to chosen leaves; arrivals are still counted in backward
+                if isinstance(error, UnsupportedUse) or not double:
+                    raise
 
 
 @contextmanager
@@ -144,11 +151,12 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
     groups = engine.groups
     entries = list(engine.entries.values())
     params, companions = [e.param for e in entries], [e.companion for e in entries]
-    full = differentiable(run(engine, model, args, kwargs)[1])
+    full = differentiable(run(engine, model, args, kwargs, freed)[1])
     batched = any(groups.batch in o.shape for o in full)
     kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
     with plainly(engine):
-        small = differentiable(run(engine, model, *cut((args, kwargs), groups, 0))[1])
+        a, kw = cut((args, kwargs), groups, 0)
+        small = differentiable(run(engine, model, a, kw, freed)[1])
     if len(small) != len(full):
         raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
     # The same random cotangents for both, zero outside the micro-batches that are kept; one for a

@@ -109,10 +109,12 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
                 if not settled:
                     break  # reclassified: what was recorded no longer holds
                 _compare_outputs(groups, outputs, changed, k)
+                del other, changed  # they hold the inputs of every layer
             if settled:
                 break
         else:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
+        del base
         _check_buffers(engine, model, args, kwargs, written)
         if additive:
             _check_additive(engine, model, args, kwargs, outputs)
@@ -130,7 +132,7 @@ def _compare_forward(engine: Engine, model: nn.Module, args: Any, kwargs: Any, o
     """The forward through the rules must be the model's own (batch norm apart, whose statistics
     change)."""
     with plainly(engine):
-        _, plain = run(engine, model, args, kwargs)
+        _, plain = run(engine, model, args, kwargs, freed)
     for a, b in zip(outputs, plain, strict=False):
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not close(a, b, slack=100):
             raise UnsupportedUse(
@@ -277,9 +279,9 @@ def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, ou
     values = []
     for changed in ((), (0,), (last,), (0, last)):
         (a, kw), _ = _exchange((args, kwargs), engine.groups, changed)
-        values.append(run(engine, model, a, kw, freed)[1])
+        values.append(run(engine, model, a, kw, lambda outs: {i: float(outs[i].detach()) for i in losses})[1])
     for i in losses:
-        v = [float(out[i].detach()) for out in values]
+        v = [each[i] for each in values]
         scale = max(abs(x) for x in v)
         tolerance = 10 * TOLERANCE.get(outputs[i].dtype, 1e-3)
         if abs(v[3] - v[2] - v[1] + v[0]) > tolerance * scale:
@@ -300,11 +302,17 @@ def _check_mean(engine: Engine, model: nn.Module, args: Any, kwargs: Any, output
     losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
     if not losses or engine.reduction != "mean" or groups.c is not None:
         return
+
+    def alone_at(k: int) -> dict[int, Tensor]:
+        a, kw = cut((args, kwargs), groups, k)
+        found: dict[int, Tensor] = run(engine, model, a, kw, lambda outs: {i: outs[i] for i in losses})[1]
+        return found
+
     with torch.no_grad(), plainly(engine):
-        alone = [run(engine, model, *cut((args, kwargs), groups, k))[1] for k in range(groups.kappa)]
+        alone = [alone_at(k) for k in range(groups.kappa)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(torch.initial_seed() + 1)
-            again = run(engine, model, *cut((args, kwargs), groups, 0))[1]
+            again = alone_at(0)
     for i in losses:
         if not close(alone[0][i], again[i]):
             return

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # How far values that should be equal may differ, relative to the largest: rounding of the same
 # sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+PIECE = 1 << 22  # elements that are compared at a time
 
 
 class Record(NamedTuple):
@@ -90,13 +91,22 @@ def close(a: Tensor, b: Tensor, slack: float = 1) -> bool:
     tolerance = slack * TOLERANCE.get(a.dtype, 1e-2 / slack)
     if torch.is_autocast_enabled(a.device.type):
         tolerance = max(tolerance, 1e-2 if slack == 1 else 5e-2)
-    a, b = a.detach().double(), b.detach().double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
-        return True
-    finite = b[b.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return bool((same | ((a - b).abs() <= tolerance * scale)).all())
+    scale, equal = 0.0, True
+    for x, y in _pieces(a, b):
+        equal = equal and bool(_same(x, y).all())
+        finite = y[y.isfinite()]
+        scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
+    return equal or all(bool((_same(x, y) | ((x - y).abs() <= tolerance * scale)).all()) for x, y in _pieces(a, b))
+
+
+def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors in float64, a part at a time: a model's outputs may be the largest that there are."""
+    for x, y in zip(*(t.detach().reshape(-1).split(PIECE) for t in (a, b)), strict=True):
+        yield x.double(), y.double()
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    return (x == y) | (x.isnan() & y.isnan())
 
 
 def leaves_of(value: Any) -> list[Any]:
