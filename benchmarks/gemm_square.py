@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/gemm_square.py --out benchmarks/results/gemm_square_h200.json
 
 Operands are random bfloat16, the outputs' error is checked against float32 products first. `--tune` times
-configurations instead.
+configurations instead, `--profile` runs two shapes a few times for a profiler of the hardware's counters.
 """
 
 from __future__ import annotations
@@ -43,11 +43,25 @@ def error(G, X, D, S):
     return [((a - b).norm() / b.norm()).item() for a, b in ((D, want_d), (S, want_s))]
 
 
+def profile():
+    """The kernel and the library's product in turn, four times."""
+    for o, i, kappa in ((4096, 4096, 16), (768, 768, 32)):
+        G, X = (torch.randn(kappa, 1024, n, device="cuda", dtype=torch.bfloat16) for n in (o, i))
+        for _ in range(4):
+            gemm_square(G, X)
+            G.view(-1, o).t() @ X.view(-1, i)
+    torch.cuda.synchronize()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time configurations instead")
+    parser.add_argument("--profile", action="store_true", help="run two shapes for a profiler instead")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
+    if args.profile:
+        profile()
+        return
     rows = []
     for total, r, o, i in SHAPES:
         G = torch.randn(total // r, r, o, device="cuda", dtype=torch.bfloat16)

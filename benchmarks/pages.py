@@ -195,6 +195,24 @@ def gemm_rows():
         yield f"| {shape} | {row['plain_tflops']:.0f} | {row['ratio']:.2f} |"
 
 
+def counter_rows():
+    """What the hardware's counters say of the kernel and of the library's product: the first of each."""
+    result = load("gemm_square_ncu_h200")
+    yield "| o × i | kernel | µs | tensor cores busy | L2 | registers a thread |"
+    yield "|---|---|---|---|---|---|"
+    seen = set()
+    for row in result["rows"]:
+        key = (row["o"], row["kernel"])
+        if key not in seen:
+            seen.add(key)
+            cells = (f"{row['us']:.0f}", f"{row['tensor_pipe_active_percent']:.0f} %", f"{row['l2_percent']:.0f} %")
+            name = "`gemm_square`" if row["kernel"] == "_gemm_square" else f"the library's, `{row['kernel']}`"
+            yield f"| {row['o']} × {row['i']} | {name} | " + " | ".join(cells) + f" | {row['registers']:.0f} |"
+    yield ""
+    yield f"(`{result['command'].partition(' --metrics')[0]} … {result['command'].partition(' -c 8 ')[2]}`, kept as"
+    yield "`gemm_square_ncu_h200.json`.)"
+
+
 CONVOLUTIONS = {
     "resnet18": "ResNet-18, 800 images of 32², M = 25:",
     "resnet50": "ResNet-50, 64 images of 224², M = 8:",
@@ -374,7 +392,7 @@ def lab_rows():
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows, "lab": lab_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
-    "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows, "conv": conv_rows},
+    "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
     "docs/distributed.md": {
         "table": distributed_rows,
         "floor": floor_rows,
