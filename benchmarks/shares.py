@@ -39,7 +39,7 @@ def part_of(name, model):
 def profiled(update, updates):
     """Milliseconds of the device per update, by kernel."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
         for _ in range(updates):
             update()
         torch.cuda.synchronize()

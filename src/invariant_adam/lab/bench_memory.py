@@ -58,7 +58,7 @@ def growth(first: Callable[[], object], second: Callable[[], object], device: to
         second()
         return Growth(between - start, torch.cuda.max_memory_allocated(device) - start)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler greets on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         first()
         with record_function("invariant_adam.second"):
             second()
