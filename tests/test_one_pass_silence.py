@@ -108,23 +108,27 @@ def test_a_second_forward_before_the_backward(sizes):
 class Plus(nn.Module):
     """x (B, T, 4) plus something of a parameter and a constant as long as the sequence."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, share=1.0, token=False):
         super().__init__()
-        self.kind, self.table, self.scale, self.line = (
+        self.kind, self.share, self.table, self.scale, self.line = (
             kind,
+            share,
             nn.Embedding(3, 4),
             nn.Parameter(torch.ones(4)),
             nn.Linear(4, 4),
         )
+        self.token = nn.Parameter(torch.randn(1, 1, 4)) if token else None
 
     def forward(self, x):
+        if self.token is not None:
+            x = torch.cat([self.token.expand(len(x), 1, 4), x], 1)
         T = x.shape[1]
         if self.kind == "table":
             x = x + self.table(torch.zeros(T, dtype=torch.long))
         elif self.kind == "scale":
             x = x * (self.scale * torch.ones(T, 4, dtype=x.dtype))
         else:
-            x = x + self.line(torch.zeros(T, 4, dtype=x.dtype))
+            x = x + self.share * self.line(torch.zeros(T, 4, dtype=x.dtype))
         return self.line(x)
 
 
@@ -133,6 +137,49 @@ class Plus(nn.Module):
 def test_sequences_as_long_as_the_batch(kind, lengths):
     torch.manual_seed(0)
     exact_or_refused(Plus(kind).double(), [(rows(16, T, 4),) for T in lengths], 2)
+
+
+@pytest.mark.parametrize("kind", ["table", "scale", "line"])
+@pytest.mark.parametrize("lengths", [(15,), (9, 15)])
+def test_a_token_makes_sequences_as_long_as_the_batch(kind, lengths):
+    """A length that neither an input nor a parameter shows, and a constant that is the same for every token."""
+    torch.manual_seed(0)
+    assert exact_or_refused(Plus(kind, token=True).double(), [(rows(16, T, 4),) for T in lengths], 2)
+
+
+def test_a_small_part_of_a_gradient_is_not_taken_for_rounding():
+    """All micro-batches are held against the loop in float32, where a hundredth would pass."""
+    torch.manual_seed(0)
+    assert_exact(Plus("line", share=0.01), (rows(16, 16, 4).float(),), loss, 2, tol=2e-6)
+
+
+def test_rounding_of_a_deep_model_is_not_taken_for_a_mistake():
+    """In bfloat16, as many channels as samples: where all micro-batches disagree with the loop, float64 decides."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 3, padding=1)]
+    for _ in range(40):
+        layers += [nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    with ia.one_pass(net, 4), torch.autocast("cpu", torch.bfloat16):
+        net(torch.randn(32, 3, 6, 6)).square().mean().backward()
+    assert net[0].weight.grad_sq.isfinite().all()
+
+
+class TimeFirst(nn.Module):
+    """Layers over (T, B, D), the first of them on a tensor that is not differentiable."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x.transpose(0, 1)).tanh()).transpose(0, 1)
+
+
+@pytest.mark.parametrize("length", [32, 24, 64])
+def test_time_first_of_a_length_that_fits_the_batch_or_a_few_micro_batches(length):
+    torch.manual_seed(0)
+    assert exact_or_refused(TimeFirst().double(), [(rows(32, length, 4),)], 2)
 
 
 class SequenceFirst(nn.Module):

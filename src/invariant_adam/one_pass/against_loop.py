@@ -1,7 +1,7 @@
 """Hold the gradients and squares of one pass against a loop over micro-batches, cut from the same inputs.
 
-Two of them where outputs can be masked to two; all, where the only output is a scalar. In float64, where the model can
-be run in it.
+Two of them where outputs can be masked to two; all, where the only output is a scalar. Nothing is refused but by
+float64, where the model can be run in it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,33 @@ def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) ->
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
     Where another size is the batch's, a few do not tell whether one was taken for the other: then also against a loop
-    over all of them, in the model's own precision. That mistake is a large one, and float64 takes several times the
-    memory of an update.
+    over all of them, in the model's own precision: float64 takes several times the memory of an update, and is for
+    what disagrees.
 
     A model that draws random numbers is held against it in eval mode: the loop would draw others.
     """
+    few = few_of(engine, args, kwargs)
+    if few < engine.groups.kappa:
+        try:
+            with of_few(engine, args, kwargs, few) as (a, kw):
+                _check_gradients(engine, model, a, kw)
+            if coincides(engine, args, kwargs):
+                _check_gradients(engine, model, args, kwargs, precise=False)
+            return
+        except UnsupportedUse:
+            pass  # perhaps by rounding alone, or because another size is that of the few
+    _check_gradients(engine, model, args, kwargs)
+
+
+@contextmanager
+def of_few(engine: Engine, args: Any, kwargs: Any, few: int) -> Iterator[tuple[Any, Any]]:
+    """The first `few` micro-batches of the inputs, which are all there are in here."""
     groups = engine.groups
-    few = _few(engine, args, kwargs)
-    if few == groups.kappa:
-        _check_gradients(engine, model, args, kwargs)
-        return
     engine.groups = Groups(few * groups.micro, groups.micro, groups.axis)
     try:
-        _check_gradients(engine, model, *cut((args, kwargs), groups, 0, few))
+        yield cut((args, kwargs), groups, 0, few)
     finally:
         engine.groups = groups
-    if coincides(engine, args, kwargs):
-        _check_gradients(engine, model, args, kwargs, precise=False)
 
 
 def coincides(engine: Engine, args: Any, kwargs: Any) -> bool:
@@ -65,14 +75,15 @@ def _sizes(engine: Engine, args: Any, kwargs: Any) -> set[int]:
     return sizes
 
 
-def _few(engine: Engine, args: Any, kwargs: Any) -> int:
+def few_of(engine: Engine, args: Any, kwargs: Any) -> int:
     """How many micro-batches to hold against the loop: four or so, unless that would make a coincidence."""
     groups = engine.groups
     if groups.c is not None:
         return groups.kappa
     sizes = _sizes(engine, args, kwargs)
-    full = groups.batch // groups.micro
-    return next((k for k in (4, 5, 6, 7, 3) if k < full and k * groups.micro not in sizes), groups.kappa)
+    fit = [k for k in (4, 5, 6, 7, 3) if k * groups.micro < groups.batch and k * groups.micro not in sizes]
+    # A length that is a multiple could be taken for the batch's as well.
+    return min(fit, key=lambda k: any(n % (k * groups.micro) == 0 for n in sizes), default=groups.kappa)
 
 
 def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any, precise: bool = True) -> None:

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .against_loop import check_gradients, coincides
+from .against_loop import check_gradients, coincides, few_of, of_few
 from .groups import Groups, UnsupportedUse
 from .probe import TOLERANCE, Probe, Record, close, cut, freed, plainly, run
 from .routing import sample_groups
@@ -110,7 +110,7 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
                     break  # reclassified: what was recorded no longer holds
                 _compare_outputs(groups, outputs, changed, k)
                 del other, changed  # they hold the inputs of every layer
-            if settled:
+            if settled and _compare_shapes(engine, model, args, kwargs, base):
                 break
         else:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
@@ -182,6 +182,30 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
                     engine.free.add(site)
                     settled = False
                 break
+    return settled
+
+
+def _compare_shapes(engine: Engine, model: nn.Module, args: Any, kwargs: Any, base: Probe) -> bool:
+    """Compare with a run of a few micro-batches: what is as large there as here is not of the batch.
+
+    So is found a constant whose rows are all the same, as the types of tokens, of a length that is the batch's.
+    Returns False where a use had to be reclassified.
+    """
+    kappa = engine.groups.kappa
+    few = few_of(engine, args, kwargs)
+    try:
+        with of_few(engine, args, kwargs, few if few < kappa else kappa // 2) as (a, kw):
+            other, _ = run(engine, model, a, kw, freed)
+    except Exception:  # that it does not run on a few alone is for the loop to say
+        return True
+    settled = True
+    for site, records in base.records.items():
+        same = {r.x.shape for r in other.records.get(site, ()) if r.ids is None and (r.axis is None or not r.varies)}
+        if any(r.axis is not None and not r.varies and r.x.shape in same for r in records):
+            if site in engine.bound:
+                raise _unclear(*site)
+            engine.free.add(site)
+            settled = False
     return settled
 
 

@@ -186,7 +186,7 @@ class Engine:
             return True  # what depends on parameters alone is lifted
         if (names, name) in self.free:
             return False
-        if (names, name) in self.bound:
+        if (names, name) in self.bound or (names, name) in self.axes:
             return self.axis_of(t) is not None
         axis = self.groups.axis
         return t.ndim > axis and t.shape[axis] == self.groups.batch
