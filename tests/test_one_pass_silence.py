@@ -147,6 +147,27 @@ def test_a_token_makes_sequences_as_long_as_the_batch(kind, lengths):
     assert exact_or_refused(Plus(kind, token=True).double(), [(rows(16, T, 4),) for T in lengths], 2)
 
 
+def test_a_value_of_parameters_under_autocast():
+    """A constant in bfloat16 goes through a layer: the backward computes that again, and is itself not in autocast."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x):
+            h = self.first(x)
+            return (h + self.last(torch.full((6, 4), 0.5, dtype=h.dtype))).tanh()
+
+    def under(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    assert_exact(Net(), (rows(16, 6, 4).float(),), under, 2, tol=3e-2)
+
+
 def test_a_small_part_of_a_gradient_is_not_taken_for_rounding():
     """All micro-batches are held against the loop in float32, where a hundredth would pass."""
     torch.manual_seed(0)

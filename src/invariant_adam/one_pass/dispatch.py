@@ -234,14 +234,15 @@ class Derive(Function):
 
     @staticmethod
     def forward(ctx: Any, fn: Any, kappa: int, *tags: Tensor) -> Tensor:
-        ctx.fn = fn
+        kind = tags[0].device.type
+        ctx.fn, ctx.autocast = fn, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.save_for_backward(*[t[0] for t in tags])
         value: Tensor = fn(*[t[0] for t in tags])
         return value.unsqueeze(0).expand(kappa, *value.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):  # which a backward is not in
             leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
             value = ctx.fn(*leaves)
         grads = torch.autograd.grad(value, leaves, g, is_grads_batched=True, allow_unused=True)
