@@ -255,6 +255,37 @@ def test_torchs_schedulers_see_replays():
     scheduler.step()  # warns where it believes that no step came before
 
 
+def test_what_a_capture_returns_holds_no_graph():
+    """Its nodes would stay, and with them the stream of the capture, for eager updates between replays."""
+    model, opt, update = make(torch.float64, 1, False)
+    update()
+
+    def returning():
+        update()
+        loss = (model.ws[0] * model.cs[0][0]).sum()
+        return {"loss": loss, "other": (loss + 1, "name")}
+
+    output = Rehearsed(opt, returning)()
+    assert not output["loss"].requires_grad
+    assert not output["other"][0].requires_grad
+    assert output["other"][1] == "name"
+
+
+@pytest.mark.gpu
+def test_after_an_error_the_current_stream_waits_for_the_one_aside():
+    value = torch.zeros(1, device="cuda")
+
+    def fail():
+        with graphs.aside(value.device):
+            torch.cuda._sleep(200_000_000)  # cycles
+            value.fill_(1.0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert value.clone().item() == 1
+
+
 def test_tables_of_a_capture_are_its_own():
     if adam_triton is None:
         pytest.skip("needs Triton")

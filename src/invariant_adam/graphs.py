@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from . import folding
 from .kernels import adam as kernels
@@ -126,7 +127,9 @@ class Captured:
         self._feed = _Feed()
         optimizer._tape = self._tape
         try:
-            self.output = self._record(update)
+            # Without its way back, at whose end are the nodes on whose stream an eager update between replays
+            # would be folded.
+            self.output = tree_map_only(Tensor, Tensor.detach, self._record(update))
         except BaseException:
             optimizer._update = Update()
             optimizer.zero_grad()
@@ -153,7 +156,7 @@ class Captured:
         self.graph.replay()
 
     def __call__(self) -> Any:
-        """Run the update again; returns what `update` returned when it was captured, with its new contents."""
+        """Run the update again; returns what `update` returned when captured, detached, with its new contents."""
         optimizer = self.optimizer
         if optimizer._update.parts or optimizer._update.expected is not None:
             raise RuntimeError(
@@ -233,9 +236,11 @@ def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
     here = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device) if here == torch.cuda.default_stream(device) else here
     stream.wait_stream(here)
-    with torch.cuda.stream(stream):
-        yield stream
-    here.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:  # what was begun there is still at work on the weights, whatever went wrong
+        here.wait_stream(stream)
 
 
 def _refuse(optimizer: InvariantAdam) -> None:
