@@ -1,8 +1,10 @@
+import importlib
 import inspect
 import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -300,3 +302,20 @@ def test_peers_compares_and_writes(tmp_path):
     ours = [c for c in json.loads(result.stdout)["cells"] if c["method"] == "ours"]
     assert [c["M"] for c in ours] == [1, 4, 16]
     assert all(c["exact"] for c in ours)
+
+
+def test_a_kernel_of_a_step_belongs_to_one_part(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    shares = importlib.import_module("shares")
+    adam = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::TensorListMetadata>"
+    for name, model, part in (
+        (adam, "gpt2-124m", "moments"),
+        ("_fold_one", "vit-b16", "moments"),
+        ("_finish_statistics", "resnet18", "batch norm"),
+        ("_finish_gradients", "resnet18", "batch norm"),
+        ("_finish_gradients", "vit-b16", "small"),
+        ("_finish", "resnet18", "squares of products"),
+        ("_finish", "gpt2-124m", "small"),
+        ("triton_poi_fused_add_0", "gpt2-124m", "rest"),
+    ):
+        assert shares.part_of(name, model) == part, (name, model)
