@@ -582,3 +582,18 @@ def test_the_check_of_a_first_update_takes_little_more_memory_than_an_update(len
 
     first, second = (growth(update, lambda: None, torch.device("cpu")).peak for _ in range(2))
     assert second < first < 2 * second
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_check_leaves_the_random_numbers_as_they_were(device):
+    """Of the device, too: dropout would draw the same masks after the check of every new shape."""
+    net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(device)
+    x = torch.randn(8, 3, device=device)
+    states = []
+    for check in (True, False):
+        twin = copy.deepcopy(net)
+        torch.manual_seed(0)
+        with ia.one_pass(twin, 2, check=check):
+            twin(x).square().mean().backward()
+        states.append(torch.rand(4, device=device))
+    assert torch.equal(*states)

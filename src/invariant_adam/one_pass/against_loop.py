@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .groups import Groups, UnsupportedUse
-from .probe import close, cut, differentiable, freed, plainly, run
+from .probe import close, cut, differentiable, freed, plainly, redrawn, run
 from .routing import sample_groups
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any, p
     try:
         with plainly(engine):
             first = differentiable(run(engine, model, a, kw, freed)[1])
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(torch.initial_seed() + 1)
+            with redrawn(engine):
                 second = differentiable(run(engine, model, a, kw, freed)[1])
     except Exception as error:
         raise UnsupportedUse(

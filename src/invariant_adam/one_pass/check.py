@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .against_loop import check_gradients, coincides, few_of, of_few
 from .groups import Groups, UnsupportedUse
-from .probe import TOLERANCE, Probe, Record, close, cut, freed, plainly, run
+from .probe import TOLERANCE, Probe, Record, close, cut, freed, plainly, redrawn, run
 from .routing import sample_groups
 
 if TYPE_CHECKING:
@@ -334,8 +334,7 @@ def _check_mean(engine: Engine, model: nn.Module, args: Any, kwargs: Any, output
 
     with torch.no_grad(), plainly(engine):
         alone = [alone_at(k) for k in range(groups.kappa)]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch.initial_seed() + 1)
+        with redrawn(engine):
             again = alone_at(0)
     for i in losses:
         if not close(alone[0][i], again[i]):

@@ -134,13 +134,12 @@ def run(
     normed, engine.normed = engine.normed, {}
     for entry in engine.entries.values():
         entry.shared = None
-    devices = sorted({e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda})
     buffers = [
         (path, m, n, b, b.clone()) for path, m in model.named_modules() for n, b in m._buffers.items() if b is not None
     ]
     engine.written = set()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=_devices(engine)):
             outputs = leaves_of(model(*args, **kwargs))
             return probe, outputs if then is None else then(outputs)
     finally:
@@ -154,6 +153,22 @@ def run(
                 module._buffers[name] = b  # a forward may bind another tensor to the name
                 if not torch.equal(b, saved):
                     b.copy_(saved)
+
+
+def _devices(engine: Engine) -> list[int]:
+    return sorted({e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda})
+
+
+@contextmanager
+def redrawn(engine: Engine) -> Iterator[None]:
+    """Other random numbers than outside; the generators are then as they were."""
+    devices = _devices(engine)
+    seed = torch.initial_seed() + 1
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        for device in devices:  # these only: torch.manual_seed would leave every other one seeded
+            torch.cuda.default_generators[device].manual_seed(seed)
+        yield
 
 
 @contextmanager
