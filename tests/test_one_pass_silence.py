@@ -168,6 +168,20 @@ def test_a_value_of_parameters_under_autocast():
     assert_exact(Net(), (rows(16, 6, 4).float(),), under, 2, tol=3e-2)
 
 
+@pytest.mark.parametrize("reduced", [False, True])
+def test_one_large_sample_does_not_hide_the_others(reduced):
+    """An exchange of samples changes little beside it, and the batch was taken for a constant."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), rows(32, 4).float()
+    x[10, 0] = 1e3 if reduced else 1e6
+
+    def under(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=reduced):
+            return loss(model, batch)
+
+    assert_exact(net, (x,), under, 2, tol=3e-2 if reduced else 1e-5)
+
+
 def test_a_small_part_of_a_gradient_is_not_taken_for_rounding():
     """All micro-batches are held against the loop in float32, where a hundredth would pass."""
     torch.manual_seed(0)

@@ -175,9 +175,9 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
             if r.axis is None or r.varies or not r.x.numel():
                 continue
             along = r.x.movedim(r.axis, 0)
-            if r.x.shape == s.x.shape and close(r.x, s.x) and not close(along[:1].expand_as(along), along):
+            if torch.equal(r.x, s.x) and not close(along[:1].expand_as(along), along):
                 # Not touched by the exchange and not the same for all samples: a constant whose
-                # size happens to fit.
+                # size happens to fit. Not "close": beside one large sample all others are.
                 if site not in engine.bound:
                     engine.free.add(site)
                     settled = False
