@@ -10,6 +10,8 @@ exchanged for another's samples:
     a scalar output (a loss) must be a sum over micro-batches: f(a',b') - f(a',b) - f(a,b') + f(a,b)
     = 0.
 
+And with fewer micro-batches: what is then as large as before is not of the batch.
+
 Then the gradients and squares themselves are held against a loop (`against_loop`).
 """
 
