@@ -155,6 +155,13 @@ def test_a_grid_made_in_parts_is_gathered_whole(setup):
     assert len(rows_of(setup.folder)) == 4
 
 
+def test_a_run_of_another_largest_batch_is_another_run(setup):
+    small, large = (grid.plan("vit", "smoke", choice=TINY._replace(max_batch_size=size)) for size in (20, 40))
+    grid.make(small.runs[:1], setup, Told())
+    assert small.runs[0].name in {run.name for run in large.runs}
+    assert grid.gather(large, setup, "with 40")["missing"] == [run.name for run in large.runs]
+
+
 def test_half_a_file_is_not_a_run(setup):
     run = grid.plan("vit", "smoke", choice=TINY).runs[0]
     path = setup.folder / f"{grid.run_id(run, setup)}.json"

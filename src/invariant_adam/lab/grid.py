@@ -308,8 +308,9 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     record.write(setup.folder / "results.csv", buffer.getvalue())
     before = record.read_json(setup.folder / "grid.json") or {}
     names = {run.name for run in done}
-    wanted = dict.fromkeys((*before.get("missing", ()), *(run.name for run in grid.runs)))
-    missing = [name for name in wanted if name not in names]
+    earlier = (name for name in before.get("missing", ()) if name not in names)
+    # By all of its settings: runs that differ in B_max have one name.
+    missing = list(dict.fromkeys((*earlier, *(run.name for run in grid.runs if run not in done))))
     result = {
         "commands": list(dict.fromkeys((*before.get("commands", ()), command))),
         "grid": grid.grid,
