@@ -182,6 +182,28 @@ def test_one_large_sample_does_not_hide_the_others(reduced):
     assert_exact(net, (x,), under, 2, tol=3e-2 if reduced else 1e-5)
 
 
+def test_a_mean_over_many_samples_is_seen_under_autocast_and_dropout():
+    """It moves the others by less than bfloat16 rounds, and is not there in eval mode."""
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(self.drop(x - x.mean(0) if self.training else x))
+
+    torch.manual_seed(0)
+    net, x = Centred(), rows(512, 4).float() + 1
+    with (
+        pytest.raises(ia.UnsupportedUse, match="depends on samples of other micro-batches"),
+        ia.one_pass(net, 2),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        net(x)
+
+
 def test_a_small_part_of_a_gradient_is_not_taken_for_rounding():
     """All micro-batches are held against the loop in float32, where a hundredth would pass."""
     torch.manual_seed(0)
