@@ -59,6 +59,8 @@ def main():
     parser.add_argument("--profile", action="store_true", help="run two shapes for a profiler instead")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures kernels of a GPU, and torch sees none here")
     if args.profile:
         profile()
         return

@@ -63,6 +63,8 @@ def main():
     parser.add_argument("--updates", type=int, default=5, help="that are profiled")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures kernels of a GPU, and torch sees none here")
     device = torch.device("cuda")
     rows = record.Rows(args.out, "python benchmarks/shares.py", "time of a training step's kernels", device)
     options = {"device": "cuda", "precision": "bfloat16", "compiled": not args.eager}

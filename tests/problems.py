@@ -29,6 +29,21 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x).squeeze(-1) - x.sum(-1).sin()).square().mean()
 
 
+def failing(error: type[BaseException]) -> Callable[[Tensor], Tensor]:
+    """A copy whose backward fails."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise error("out of memory")
+
+    return Fails.apply
+
+
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1).to("cpu", torch.float64) for t in tensors])
 

@@ -143,6 +143,7 @@ def test_a_grid_made_in_parts_is_gathered_whole(setup):
     small, large = ([run for run in found.runs if (run.batch_size == 5) == part] for part in (True, False))
     (setup.folder / "broken-lr.json").parent.mkdir(parents=True)
     (setup.folder / "broken-lr.json").write_text("{}")
+    (setup.folder / "of-another-version-lr.json").write_text('{"run": {"model": "vit", "colour": 1}, "rows": [{}]}')
     grid.make(small, setup, Told())
     first = grid.gather(found._replace(runs=small), setup, "first")
     assert (first["finished"], first["runs"]) == (len(small), len(small))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loop_oracle import assert_exact, loop
+from problems import failing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -303,15 +304,6 @@ def same(a: list, b: list) -> bool:
 
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            raise KeyboardInterrupt
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -326,7 +318,7 @@ def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
             x = self.n(self.a(x))
             if self.fail and where == "forward":
                 raise KeyboardInterrupt
-            return self.b(Fails.apply(x) if self.fail and where == "backward" else x)
+            return self.b(failing(KeyboardInterrupt)(x) if self.fail and where == "backward" else x)
 
     model = Model()
     x = torch.randn(8, 3)

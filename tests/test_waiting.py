@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from problems import batches, flat, loss, mlp
+from problems import batches, failing, flat, loss, mlp
 from torch import nn
 
 from invariant_adam import InvariantAdam, one_pass, optimizer
@@ -287,25 +287,13 @@ def test_pairs_of_a_compiled_graph_are_folded_together(sharing, launches, monkey
     torch.testing.assert_close(flat(model.parameters()), flat(twin.parameters()), rtol=1e-10, atol=1e-12)
 
 
-class Fails(torch.autograd.Function):
-    """Whose backward fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ValueError("out of memory")
-
-
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_failed_backward_leaves_no_pair_behind(sharing, into, caught):
     models, x = [mlp() for _ in range(2)], batches(1, size=8)[0]
     opts = [InvariantAdam(m.parameters(), micro_batch_size=2) for m in models]
     fails = False
-    models[0][1].register_forward_hook(lambda module, args, y: Fails.apply(y) if fails else y)
+    models[0][1].register_forward_hook(lambda module, args, y: failing(ValueError)(y) if fails else y)
     options = {"into": opts[0]} if into else {}
     for i in range(3):
         fails = i == 1
@@ -349,7 +337,7 @@ def test_a_failed_backward_with_a_queue(sharing):
     (a * b).sum().backward()
     opt.step()
     with pytest.raises(ValueError, match="out of memory"):
-        (Fails.apply(a * 2).sum() + b.sum() * 3).backward()
+        (failing(ValueError)(a * 2).sum() + b.sum() * 3).backward()
     with pytest.raises(RuntimeError, match="did not come to its end"):
         opt.step()
     opt.abandon()

@@ -29,7 +29,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import invariant_adam as ia
 
-from ..graphs import aside
 from . import timing
 from .models import GPT, MODELS, ResNet, build
 from .record import Rows
@@ -230,18 +229,7 @@ class Update:
     def _capture(self) -> Callable[[], Tensor]:
         if isinstance(self.optimizer, ia.InvariantAdam):
             return ia.capture(self.optimizer, self._once)
-        with aside(torch.device(self.case.device)) as stream:
-            for _ in range(3):
-                self._once()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            loss = self._once()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return loss
-
-        return replay
+        return timing.captured(self._once, first=3)
 
 
 class _Ready:

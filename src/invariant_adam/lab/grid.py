@@ -337,12 +337,18 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
 
 def _kept(setup: Setup) -> Iterator[tuple[Run, dict[str, Any]]]:
     """The finished runs of a grid's folder that go together: of one dataset, one kind of device, one precision."""
-    for path in sorted(setup.folder.glob("*-lr*.json")):
+    for path, run, found in _files(setup.folder, "*-lr*.json"):
+        if path.stem == run_id(run, setup) and len(found["rows"]) == run.epochs:
+            yield run, found
+
+
+def _files(folder: Path, pattern: str) -> Iterator[tuple[Path, Run, dict[str, Any]]]:
+    """The runs that there are files of; what is no run, or one with other settings than runs have here, is left."""
+    for path in sorted(folder.glob(pattern)):
         found = record.read_json(path)
-        if isinstance(found, dict) and "run" in found:
-            run = Run(**found["run"])
-            if path.stem == run_id(run, setup) and len(found["rows"]) == run.epochs:
-                yield run, found
+        settings = found.get("run") if isinstance(found, dict) and found.get("rows") else None
+        if isinstance(settings, dict) and settings.keys() == set(Run._fields):
+            yield path, Run(**settings), found
 
 
 # ---------------------------------------------------------------- cost
@@ -354,12 +360,8 @@ Costs = dict[tuple[str, str, int], float]  # (model, algorithm, batch size) -> s
 def costs(out: Path, device: str) -> tuple[Costs, str]:
     """Return measured costs and where they are from: the runs of a folder, else those that ship with the lab."""
     measured: dict[tuple[str, str, int], list[float]] = {}
-    for path in sorted(out.glob("*/*-lr*.json")):
-        found = record.read_json(path)
-        if not isinstance(found, dict) or found.get("device_type") != device or not found.get("rows"):
-            continue
-        run = Run(**found["run"])
-        if not run.small and not run.ramp:
+    for _, run, found in _files(out, "*/*-lr*.json"):
+        if found["device_type"] == device and not run.small and not run.ramp:
             key = (run.model, run.algorithm, run.batch_size)
             measured.setdefault(key, []).append(cost(found["rows"], found["at_once"]))
     if measured:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..graphs import aside
+
 Work = Callable[[], Any]
 
 
@@ -161,16 +163,23 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def captured(work: Work) -> Work:
-    """Return the work as the replay of a CUDA graph, so that the host's launches are not in its time."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+def captured(work: Work, first: int = 1) -> Work:
+    """Return the work as the replay of a CUDA graph, so that the host's launches are not in its time.
 
-    def replay(held: Work = work) -> None:  # the tensors of the work live as long as its graph
+    Args:
+        work: what is captured; a replay returns what it returned then.
+        first: calls before, which compile and allocate.
+    """
+    with aside(torch.device("cuda")) as stream:
+        for _ in range(first):
+            work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        output = work()
+
+    def replay(held: Work = work) -> Any:  # the tensors of the work live as long as its graph
         graph.replay()
+        return output
 
     return replay
 

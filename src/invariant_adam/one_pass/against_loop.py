@@ -262,8 +262,7 @@ def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], s
             size = max(_rms(b), least)
             difference = float("inf") if a is None else _rms(a.double() - b)
             if size and not difference <= tolerance * size:
-                through = ", ".join(sorted(entry.operations)) or "an operation torch does not show"
-                wrong.append(f"{entry.name}: its {kind} is off by {difference / size:.1g} (through {through})")
+                wrong.append(f"{entry.name}: its {kind} is off by {difference / size:.1g} (through {entry.through})")
                 break
     if wrong:
         raise UnsupportedUse(
