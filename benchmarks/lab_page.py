@@ -94,8 +94,13 @@ def _chosen(found, rows):
 def summary(folder):
     """The paper's comparison in a few lines, for the README."""
     found = lab.load(folder)
-    yield "The paper's experiments on CIFAR-10, the same samples in the same order at every batch size: how far apart"
-    yield "the training curves are, as the log of the loss (mean over epochs of the largest difference)."
+    more = ", and a GPT on Shakespeare" if "gpt" in found.models else ""
+    yield f"The paper's experiments on CIFAR-10{more}: the same samples in the same order at every batch size."
+    yield "How far apart the training curves are, as the log of the loss (mean over epochs of the largest difference)."
+    lacking = sum(len(grid.get("missing", ())) for grid in found.grids.values())
+    if lacking:
+        yield f"{lacking} runs of these grids are still to be made; where batch sizes are missing, the cell says so."
+    yield ""
     yield from spread_table(_chosen(found, lab.spreads(found))[-1])
     yield ""
     yield f"![the spread over batch sizes against the learning rate]({FIGURES.as_posix()}/spread.png)"
