@@ -13,6 +13,7 @@ from invariant_adam.lab.results import METRICS, MODELS, rate
 
 FIGURES = Path("docs/figures/lab")
 SECONDS = Path("benchmarks/results/lab_seconds_h200.json")
+PAPER = ("invariant", "linear")  # algorithm and rule
 TEMPLATE = """# Results
 
 Does the trajectory depend on the batch size? The paper's experiments, run by [the lab](lab.md), and the questions that
@@ -68,13 +69,13 @@ def blocks(root, folder):
     figure = _Figures(root, found)
     return {
         "sources": lambda: sources(found),
-        "spreads": lambda: spread_rows(pair, figure),
+        "spreads": lambda: spread_rows(found, pair, figure),
         "critical": lambda: critical_rows(found, rows, figure),
         "warmup": lambda: warmup_rows(found, rows),
         "rivals": lambda: rival_rows(found, paper, figure),
         "tuned": lambda: tuned_rows(found, figure),
-        "rules": lambda: rule_rows(plain, first),
-        "micro": lambda: micro_rows(found, plain),
+        "rules": lambda: rule_rows(found, plain, first),
+        "micro": lambda: micro_rows(found),
         "ramp": lambda: ramp_rows(found, figure),
         "norm": lambda: norm_rows(found, paper),
         "seconds": lambda: second_rows(found, record.read_json(root / SECONDS)),
@@ -86,7 +87,7 @@ def _chosen(found, rows):
     """What differs from the paper's comparison in one thing alone: rows without a warm-up, M of each model, those of
     that M, and of them the paper's own."""
     plain = [row for row in rows if not row.series.warmup_samples]
-    first = {model: min((s.micro_batch_size for s in _ours(found, model)), default=0) for model in found.models}
+    first = {model: _first(found, model) for model in found.models}
     paper = [row for row in plain if row.series.algorithm != "invariant" or _is_paper(row.series, first[row.model])]
     return plain, first, paper, [r for r in paper if r.series.algorithm == "invariant" or r.series == r.series.rival]
 
@@ -101,7 +102,7 @@ def summary(folder):
     if lacking:
         yield f"{lacking} runs of these grids are still to be made; where batch sizes are missing, the cell says so."
     yield ""
-    yield from spread_table(_chosen(found, lab.spreads(found))[-1])
+    yield from spread_table(found, _chosen(found, lab.spreads(found))[-1])
     yield ""
     yield f"![the spread over batch sizes against the learning rate]({FIGURES.as_posix()}/spread.png)"
 
@@ -122,12 +123,14 @@ class _Figures:
             yield f"![{text}]({FIGURES.relative_to('docs').as_posix()}/{name}.png)"
 
 
-def _ours(found, model):
-    return [series for series in found.series(model) if series.algorithm == "invariant"]
+def _first(found, model):
+    """The M of most runs: that of the paper's comparison, which the others are beside."""
+    sizes = [run.series.micro_batch_size for run in found.runs if (run.model, run.series[:2]) == (model, PAPER)]
+    return max(sorted(set(sizes)), key=sizes.count, default=0)
 
 
 def _is_paper(series, micro):
-    return series.rule == "linear" and series.micro_batch_size == micro
+    return series[:2] == PAPER and series.micro_batch_size == micro
 
 
 def table(head, rows):
@@ -145,8 +148,28 @@ def title(model):
     return MODELS.get(model, model)
 
 
-def sizes(row):
-    return "–".join(map(str, (row.spread.batch_sizes[0], row.spread.batch_sizes[-1])))
+def times(ratio):
+    return say(ratio, ".0f" if ratio >= 10 else ".2g")
+
+
+def listed(values):
+    return ", ".join(map(str, values))
+
+
+def alike(found, *keys):
+    """The spreads of model, series and learning rate each over what all of them have; none where that is too little."""
+    spreads = lab.compare([found.group(*key) for key in keys])
+    return [] if any(math.isnan(spread.value) for spread in spreads) else spreads
+
+
+def ratio(below, above):
+    """One spread over another; no number where both are infinite."""
+    return math.nan if math.isinf(below) and math.isinf(above) else above / below if below else math.inf
+
+
+def over(spread):
+    """What a row is over: its batch sizes, and its seeds where there are several."""
+    return listed(spread.batch_sizes) + (f"; {len(spread.per_seed)} seeds" if len(spread.per_seed) > 1 else "")
 
 
 def sources(found):
@@ -163,37 +186,77 @@ def sources(found):
     yield "interactive page."
 
 
-def spread_rows(pair, figure):
+def spread_rows(found, pair, figure):
     if not pair:
         return
     yield "## The trajectories"
     yield ""
-    yield from spread_table(pair)
+    yield from spread_table(found, pair, shorter=True)
+    yield ""
+    yield "Here and in the tables below, numbers beside each other are over the same batch sizes, which the row names"
+    yield "(or the cell, where it has fewer), and over the seeds and epochs that all of them have."
     yield from figure.each("curves", "losses and accuracies over epochs, invariant Adam beside standard Adam")
     yield from figure.each("batch-size", "training loss after the same samples against the batch size")
 
 
-def spread_table(pair):
+def spread_table(found, pair, *, shorter=False):
+    """The paper's comparison; `shorter`: also without the largest batch size."""
     yield "Spread of invariant Adam (η ∝ B), of standard Adam (η ∝ √B), and their ratio:"
     yield ""
     rates = sorted({row.lr0 for row in pair})
     rows = []
     for model in dict.fromkeys(row.model for row in pair):
-        ours = {row.lr0: row for row in pair if (row.model, row.series.algorithm) == (model, "invariant")}
-        theirs = {row.lr0: row for row in pair if (row.model, row.series.algorithm) == (model, "standard")}
-        widest = max([*ours.values(), *theirs.values()], key=lambda row: len(row.spread.batch_sizes))
-        cells = [f"{title(model)}, B = {sizes(widest)}, {widest.spread.epochs} epochs"]
-        for lr0 in rates:
-            sides = [side[lr0] for side in (ours, theirs) if lr0 in side]
-            text = ", ".join(filter(None, (say(row.spread.value) for row in sides)))
-            ratio = say(ours[lr0].ratio, ".0f") if lr0 in ours else ""
-            fewer = [row for row in sides if text and sizes(row) != sizes(widest)]
-            names = "" if len(fewer) == 2 and len({sizes(row) for row in fewer}) == 1 else "{}: "
-            text += f": **{ratio}**" * bool(ratio)
-            said = dict.fromkeys(f"{names.format(row.series.algorithm)}B = {sizes(row)}" for row in fewer)
-            cells.append(text + (f" ({', '.join(said)})" if said else ""))
-        rows.append(cells)
-    yield from table(("", *(f"η₀ = {rate(lr0)}" for lr0 in rates)), rows)
+        # of most runs: betas at another batch size would be a stray
+        ours = max((row.series for row in pair if row.model == model), key=lambda s: len(found.group(model, s)))
+        ours = next((row.series for row in pair if (row.model, row.series.rival) == (model, ours.rival)), ours)
+        cells = [_beside(found, model, ours, lr0) for lr0 in rates]
+        widest = max((sizes for _, sizes in cells), key=len)
+        epochs = max(len(run.losses) for run in found.group(model, ours))
+        rows.append([f"{title(model)}, B = {listed(widest)}, {epochs} epochs", *_named(cells, widest)])
+        cells = [_beside(found, model, ours, lr0, without=widest[-1]) for lr0 in rates] if shorter and widest else []
+        if any(text for text, _ in cells):
+            rows.append([f"the same without B = {widest[-1]}", *_named(cells, widest[:-1])])
+    columns = [("", *(f"η₀ = {rate(lr0)}" for lr0 in rates)), *rows]
+    columns = [column for column in zip(*columns, strict=True) if any(column[1:])]
+    head, *rows = zip(*columns, strict=True)
+    yield from table(head, rows)
+
+
+def _beside(found, model, ours, lr0, without=None):
+    """Invariant Adam beside standard Adam in a cell, and the batch sizes of both."""
+    sides = [found.group(model, series, lr0) for series in (ours, ours.rival)]
+    sides = [[run for run in side if run.batch_size != without] for side in sides]
+    below, above = lab.compare(sides)
+    if math.isnan(below.value) or math.isnan(above.value):
+        alone = ((s.algorithm, lab.measure(side)) for s, side in zip((ours, ours.rival), sides, strict=True))
+        alone = [(name, spread) for name, spread in alone if not math.isnan(spread.value)]
+        return next(((f"{name} alone: {say(s.value)}", s.batch_sizes) for name, s in alone), ("", []))
+    text = f"{say(below.value)}, {say(above.value)}"
+    text += f": **{times(ratio(below.value, above.value))}**" if math.isfinite(below.value) else ""
+    return text + _seeds(sides, below, above), below.batch_sizes
+
+
+def _seeds(sides, below, above):
+    """How far seeds lie apart, where there are several; over fewer batch sizes, if not all seeds have all."""
+    by_seed = {}
+    for run in sides[0]:
+        if any((run.batch_size, run.seed) == (other.batch_size, other.seed) for other in sides[1]):
+            by_seed.setdefault(run.seed, set()).add(run.batch_size)
+    shared = set.intersection(*([sizes for sizes in by_seed.values() if len(sizes) > 1] or [set()]))
+    fewer = len(shared) > 1 and shared != set(below.batch_sizes)
+    if fewer:
+        below, above = lab.compare([[run for run in side if run.batch_size in shared] for side in sides])
+    values = [(below.per_seed[seed], above.per_seed[seed]) for seed in below.per_seed if seed in above.per_seed]
+    values = [(a, b, ratio(a, b)) for a, b in values]
+    if len(values) < 2 or not all(map(math.isfinite, (x for row in values for x in row))):
+        return ""
+    columns = zip((say, say, times), zip(*values, strict=True), strict=True)
+    a, b, c = (f"{form(min(column))}–{form(max(column))}" for form, column in columns)
+    return f" ({len(values)} seeds{f', B = {listed(below.batch_sizes)}' * fewer}: {a}, {b}: {c})"
+
+
+def _named(cells, usual):
+    return [text + f" (B = {listed(sizes)})" * bool(text and sizes != usual) for text, sizes in cells]
 
 
 def critical_rows(found, rows, figure):
@@ -202,74 +265,90 @@ def critical_rows(found, rows, figure):
         return
     yield "## Where it breaks"
     yield ""
-    yield f"Of the learning rates tried, the largest up to which no spread exceeds {lab.TOLERANCE:g}, and the smallest"
-    yield "at which one does:"
+    yield f"Of the learning rates tried, the largest up to which no spread exceeds {lab.TOLERANCE:g} (of those tried at"
+    yield "the row's largest batch size, which breaks first), and the smallest at which one does:"
     yield ""
-    cells = [
-        (title(r.model), found.label(r.model, r.series), *("none" if x is None else rate(x) for x in r[2:]))
-        for r in ranges
-    ]
-    yield from table(("model", "optimizer", "holds up to η₀", "breaks at η₀"), cells)
+    cells = []
+    for r in ranges:
+        tried = {lr0: sizes for lr0, sizes in ((r.holds_up_to, r.holds_over), (r.breaks_at, r.breaks_over)) if lr0}
+        once = len(set(map(tuple, tried.values()))) == 1
+        said = (f"{listed(sizes)}" + ("" if once else f" at {rate(lr0)}") for lr0, sizes in tried.items())
+        values = ("none" if lr0 is None else rate(lr0) for lr0 in (r.holds_up_to, r.breaks_at))
+        cells.append((title(r.model), found.label(r.model, r.series), *values, "; ".join(dict.fromkeys(said))))
+    yield from table(("model", "optimizer", "holds up to η₀", "breaks at η₀", "batch sizes"), cells)
     yield from figure.one("spread", "spread over batch sizes against the learning rate")
 
 
 def warmup_rows(found, rows):
     cells = []
     for row in rows:
-        cold = row.series._replace(warmup_samples=0)
-        before = [r for r in rows if (r.model, r.series, r.lr0) == (row.model, cold, row.lr0)]
-        if row.series.warmup_samples and before and not math.isnan(row.spread.value):
-            label = f"{lab.NAMES[row.series.algorithm]}, {row.series.law}"
-            values = (say(before[0].spread.value), say(row.spread.value), say(row.ratio, ".0f"))
-            cells.append((title(row.model), label, rate(row.lr0), f"{row.series.warmup_samples:,}", *values))
+        model, warm, lr0 = row[:3]
+        cold = warm._replace(warmup_samples=0)
+        pair = alike(found, (model, cold, lr0), (model, warm, lr0)) if warm != cold else []
+        if not pair:
+            continue
+        ratios = ["", ""]
+        if warm != warm.rival:
+            four = alike(found, *((model, series, lr0) for series in (cold, warm, cold.rival, warm.rival)))
+            said = f" (B = {over(four[0])})" if four and over(four[0]) != over(pair[0]) else ""
+            ratios = [times(ratio(four[i].value, four[i + 2].value)) + said for i in (0, 1)] if four else ratios
+        label = f"{lab.NAMES[warm.algorithm]}, {warm.law}"
+        values = (*(say(spread.value) for spread in pair), *ratios)
+        cells.append((title(model), label, rate(lr0), f"{warm.warmup_samples:,}", over(pair[0]), *values))
     if cells:
         yield "## A warm-up in samples"
         yield ""
-        yield from table(("model", "optimizer", "η₀", "samples", "spread without", "spread with", "ratio with"), cells)
+        head = ("model", "optimizer", "η₀", "samples", "batch sizes", "spread without", "spread with", "ratio without")
+        yield from table((*head, "ratio with"), cells)
 
 
 RIVALS = (("standard", "linear"), ("adama", "square_root"), ("adama", "linear"), ("halflife", "none"))
 
 
 def rival_rows(found, paper, figure):
-    shown = [row for row in paper if not math.isnan(row.spread.value) and row.series.algorithm != "accumulate"]
-    having = {row.model for row in shown if row.series[:2] in RIVALS}
-    shown = [row for row in shown if row.model in having]
-    if not shown:
+    cells = []
+    for model, series, lr0 in (row[:3] for row in paper if row.series[:2] in RIVALS):
+        for ours in dict.fromkeys(r.series for r in paper if (r.model, r.series[:2]) == (model, PAPER)):
+            if ours.rival == series.rival:
+                spreads = alike(found, *((model, s, lr0) for s in (series, ours, ours.rival)))
+                label = f"{lab.NAMES[series.algorithm]}, {series.law}"
+                if spreads:
+                    cells.append((title(model), rate(lr0), over(spreads[0]), label, *(say(s.value) for s in spreads)))
+    if not cells:
         return
     yield "## The rivals"
     yield ""
-    rates = sorted({row.lr0 for row in shown})
-    cells = []
-    for model, series in dict.fromkeys((row.model, row.series) for row in shown):
-        values = {row.lr0: say(row.spread.value) for row in shown if (row.model, row.series) == (model, series)}
-        cells.append((title(model), found.label(model, series), *(values.get(lr0, "") for lr0 in rates)))
-    yield from table(("model", "optimizer", *(f"spread, η₀ = {rate(lr0)}" for lr0 in rates)), cells)
+    names = ("Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B")
+    yield from table(("model", "η₀", "batch sizes", "rival", "its spread", *names), cells)
     yield from figure.each("all", "training loss and test accuracy of every optimizer")
 
 
 def tuned_rows(found, figure):
     tables = []
     for model in found.models:
-        by_metric = {m: lab.best(found, model, m) for m in ("train_loss", "test_accuracy")}
-        if not any(row.tried > 2 for row in by_metric["train_loss"]):
-            continue
-        every = sorted({row.batch_size for rows in by_metric.values() for row in rows})
+        rows = [row for metric in ("train_loss", "test_accuracy") for row in lab.best(found, model, metric)]
+        rows = [row for row in rows if len(row.tried) >= lab.TRIED]
+        columns = [series for series in found.series(model) if any(row.series == series for row in rows)]
         cells = []
-        for series in (s for s in found.series(model) if not s.warmup_samples):
-            for metric, rows in by_metric.items():
-                values = {row.batch_size: row for row in rows if row.series == series}
-                if values:
-                    texts = (_best(values[size], metric) if size in values else "" for size in every)
-                    cells.append((found.label(model, series), METRICS[metric], *texts))
-        tables.append((title(model), ("optimizer", "", *(f"B = {size}" for size in every)), cells))
+        for size in sorted({row.batch_size for row in rows}):
+            for metric in dict.fromkeys(row.metric for row in rows):
+                values = {row.series: row for row in rows if (row.batch_size, row.metric) == (size, metric)}
+                if len(values) > 1:
+                    one = next(iter(values.values()))
+                    tried = listed(map(rate, one.tried)) + (f"; {len(one.seeds)} seeds" if len(one.seeds) > 1 else "")
+                    texts = (_best(values[series]) if series in values else "" for series in columns)
+                    cells.append((str(size), tried, METRICS[metric], *texts))
+        if not cells:
+            continue
+        name = f"{title(model)}, after {rows[0].samples:,.0f} samples"
+        tables.append((name, ("B", "η₀ tried", "", *(found.label(model, s) for s in columns)), cells))
     if not tables:
         return
     yield "## (a) At its best learning rate"
     yield ""
-    yield "What each optimizer reaches at each batch size with the best of the learning rates tried at all of them,"
-    yield "after the same samples, and that learning rate. In italics where it is the smallest or largest tried: a"
-    yield "better one may lie beyond."
+    yield "What each optimizer reaches at a batch size with the best (in brackets) of the learning rates that all of"
+    yield f"the row tried there; an optimizer that would leave fewer than {lab.TRIED} of them is not in the row."
+    yield "In italics where the best is the smallest or largest of them: a better one may lie beyond."
     for name, head, cells in tables:
         yield ""
         yield f"{name}:"
@@ -278,61 +357,78 @@ def tuned_rows(found, figure):
     yield from figure.each("best", "what the best learning rate reaches at each batch size")
 
 
-def _best(row, metric):
-    text = f"{row.value:.1%}".replace("%", " %") if metric.endswith("accuracy") else f"{row.value:.4g}"
+def _best(row):
+    text = f"{row.value:.1%}".replace("%", " %") if row.metric.endswith("accuracy") else f"{row.value:.4g}"
     text = f"{text} ({rate(row.lr0)})"
     return f"*{text}*" if row.at_edge else text
 
 
-def rule_rows(plain, first):
+def rule_rows(found, plain, first):
     cells = []
-    for row in plain:
-        s = row.series
-        if (s.algorithm, s.rule, s.micro_batch_size) == ("invariant", "exponential", first[row.model]):
-            other = [r for r in plain if (r.model, r.series, r.lr0) == (row.model, s._replace(rule="linear"), row.lr0)]
-            if other:
-                values = (say(other[0].spread.value), say(row.spread.value))
-                cells.append((title(row.model), rate(row.lr0), *values))
+    for model, series, lr0 in (row[:3] for row in plain):
+        if series[:3] == ("invariant", "exponential", first[model]):
+            spreads = alike(found, *((model, series._replace(rule=rule), lr0) for rule in ("linear", "exponential")))
+            if spreads:
+                cells.append((title(model), rate(lr0), over(spreads[0]), *(say(spread.value) for spread in spreads)))
     if cells:
         yield "## (b) The linear or the exponential rule"
         yield ""
-        yield from table(("model", "η₀", "spread, linear", "spread, exponential"), cells)
+        yield from table(("model", "η₀", "batch sizes", "spread, linear", "spread, exponential"), cells)
 
 
-def micro_rows(found, plain):
+def micro_rows(found):
     cells = []
     for model in found.models:
-        ours = [s for s in _ours(found, model) if s.rule == "linear" and not s.warmup_samples]
-        if len({s.micro_batch_size for s in ours}) < 2:
-            continue
-        for series in ours:
-            runs = found.group(model, series)
-            samples = lab.fixed_samples(r for r in found.runs if r.model == model and not r.ramp)
-            largest = max(run.batch_size for run in runs)
-            for lr0 in sorted({run.lr0 for run in runs}):
-                seeds = [run for run in runs if (run.lr0, run.batch_size) == (lr0, largest)]
-                if not seeds:
-                    continue
-                row = next(r for r in plain if (r.model, r.series, r.lr0) == (model, series, lr0))
-                values = [lab.at_samples(seeds, metric, samples) for metric in ("train_loss", "test_accuracy")]
-                texts = (say(row.spread.value), str(largest), say(values[0], ".4g"), say(values[1], ".3f"))
-                cells.append((title(model), str(series.micro_batch_size), rate(lr0), *texts))
+        every = [s for s in found.series(model) if s[:2] == PAPER and not s.warmup_samples]
+        for betas in sorted({s.max_batch_size for s in every}):
+            ours = [s for s in every if s.max_batch_size == betas]
+            for lr0 in sorted({run.lr0 for s in ours for run in found.group(model, s)}):
+                cells += _micro(found, model, lr0, [s for s in ours if found.group(model, s, lr0)])
     if cells:
         yield "## (c) What M does"
         yield ""
-        yield from table(("model", "M", "η₀", "spread", "at B =", "training loss", "test accuracy"), cells)
+        yield "The spread over batch sizes that every M with several has, and what is reached at the largest that most"
+        yield "of them have, after the same samples:"
+        yield ""
+        head = ("model", "η₀", "M", "spread", "over B =", "training loss", "test accuracy", "at B =")
+        yield from table(head, cells)
+
+
+def _micro(found, model, lr0, ours):
+    """The rows of one learning rate: a row for each M."""
+    runs = {series: lab.by_batch_size(found.group(model, series, lr0)) for series in ours}
+    size = max(sorted({b for groups in runs.values() for b in groups}), default=0,
+               key=lambda b: (sum(b in groups for groups in runs.values()), b))  # fmt: skip
+    at = {series: groups[size] for series, groups in runs.items() if size in groups}
+    if len(at) < 2:
+        return
+    several = [series for series, groups in runs.items() if len(groups) > 1]
+    spreads = alike(found, *((model, series, lr0) for series in several)) if len(several) > 1 else []
+    spreads = dict(zip(several, spreads, strict=True)) if spreads else {}
+    seeds = set.intersection(*({run.seed for run in group} for group in at.values()))
+    at = {series: [run for run in group if run.seed in seeds] for series, group in at.items()}
+    samples = lab.fixed_samples(run for group in at.values() for run in group)
+    for series in ours:
+        mine = spreads.get(series)
+        texts = (say(mine.value), over(mine)) if mine else ("", "")
+        if at.get(series):
+            reached = [lab.at_samples(at[series], metric, samples) for metric in ("train_loss", "test_accuracy")]
+            texts += (say(reached[0], ".4g"), say(reached[1], ".3f"), str(size))
+        yield (title(model), rate(lr0), str(series.micro_batch_size), *texts, *[""] * (5 - len(texts)))
 
 
 def ramp_rows(found, figure):
     cells = []
     for model in found.models:
         for (series, lr0, ramp), runs in found.ramps(model).items():
-            constant = lab.by_batch_size(found.group(model, series, lr0))
+            seeds = {run.seed for run in runs}
+            constant = lab.by_batch_size(run for run in found.group(model, series, lr0) if run.seed in seeds)
             ends = [size for size in map(int, ramp.split("-")) if size in constant]
             texts = []
             for size in ends:
                 base = dict(zip(*lab.mean_curve(constant[size], "train_loss"), strict=True))
-                curve = dict(zip(*lab.mean_curve(runs, "train_loss"), strict=True))
+                same = [run for run in runs if run.seed in {other.seed for other in constant[size]}]
+                curve = dict(zip(*lab.mean_curve(same, "train_loss"), strict=True))
                 gaps = {epoch: curve[epoch] / base[epoch] - 1 for epoch in curve if epoch in base}
                 worst = max(gaps.values(), key=abs, default=math.nan)
                 last = gaps[max(gaps)] if gaps else math.nan
@@ -357,11 +453,21 @@ def norm_rows(found, paper):
     yield "Standard Adam sees batch norm over the whole batch, or accumulates micro-batches, each with its own;"
     yield "invariant Adam always does the latter."
     yield ""
-    wanted = [r for r in paper if r.model in ("resnet-bn", "resnet-ln") and not math.isnan(r.spread.value)]
-    wanted = [r for r in wanted if r.series.algorithm in ("invariant", "standard", "accumulate") and
-              r.series.rule in ("linear" if r.series.algorithm == "invariant" else "square_root",)]  # fmt: skip
-    cells = [(title(r.model), found.label(r.model, r.series), rate(r.lr0), say(r.spread.value)) for r in wanted]
-    yield from table(("model", "optimizer", "η₀", "spread"), cells)
+    cells = []
+    for model, series, lr0 in (row[:3] for row in paper if row.series.algorithm == "accumulate"):
+        for ours in dict.fromkeys(r.series for r in paper if (r.model, r.series[:2]) == (model, PAPER)):
+            if ours.rival != series.rival:
+                continue
+            three = [(model, s, lr0) for s in (ours, ours.rival, series)]
+            other = [("resnet-ln", s, lr0) for s in (ours, ours.rival)] if model == "resnet-bn" else []
+            rows = [alike(found, *three), alike(found, *three, *other) if other else []]
+            if rows[1] and over(rows[0][0]) == over(rows[1][0]):
+                del rows[0]
+            for spreads in filter(None, rows):
+                texts = [say(spread.value) for spread in spreads]
+                cells.append((title(model), rate(lr0), over(spreads[0]), *texts, *[""] * (5 - len(texts))))
+    names = ("invariant", "standard", "standard, accumulated", "layer norm: invariant", "layer norm: standard")
+    yield from table(("model", "η₀", "batch sizes", *(f"spread, {name}" for name in names)), cells)
 
 
 WAYS = ("loop", "lab")  # of benchmarks/lab_seconds.py

@@ -32,9 +32,11 @@ def rows(
     micro=25,
     ramps=(),
     samples=50_000,
+    largest=None,
 ):
     """Rows of a results.csv, as dictionaries; all runs of a seed share its noise, as if they saw the same samples."""
     found = []
+    largest = largest or sizes[-1]
     runs = [
         (algorithm, rule, size, lr0, seed, warmup, "")
         for algorithm, rule in algorithms
@@ -47,7 +49,7 @@ def rows(
     for algorithm, rule, size, lr0, seed, warmup, ramp in runs:
         noise = random.Random(f"{model} {lr0} {seed}")
         own = random.Random(f"{model} {algorithm} {rule} {size} {lr0} {seed} {warmup} {ramp}")
-        log_size = math.log(size / sizes[-1])
+        log_size = math.log(size / largest)
         speed = lr0 * 2e4 * math.exp(DRIFT.get((algorithm, rule), 0.0) * log_size)
         for epoch in range(1, epochs + 1):
             t = 8 * epoch * speed
@@ -66,7 +68,7 @@ def rows(
                     "rule": rule,
                     "batch_size": size,
                     "micro_batch_size": micro,
-                    "max_batch_size": sizes[-1],
+                    "max_batch_size": largest,
                     "lr0": lr0,
                     "seed": seed,
                     "warmup_samples": warmup,
@@ -77,11 +79,31 @@ def rows(
                     "train_accuracy": accuracy,
                     "test_loss": test,
                     "test_accuracy": max(0.1, 1 - 0.36 * test),
-                    "lr": lr0 * size / sizes[-1],
+                    "lr": lr0 * size / largest,
                     "seconds": 4 + 300 / size,
                 }
             )
     return found
+
+
+def uneven():
+    """Grids in which not every series has every batch size, learning rate and seed, and one run that fits nowhere."""
+
+    def bn(*algorithms, sizes=(25, 100, 400, 800), rates=(1e-4,), **more):
+        return rows(algorithms=algorithms or PAIR, sizes=sizes, rates=rates, epochs=3, largest=800, **more)
+
+    def vit(*algorithms, sizes=(25, 100, 400), **more):
+        return rows("vit", algorithms or PAIR, sizes, epochs=3, largest=400, **more)
+
+    rates = (1e-4, 3e-4, 1e-3)
+    found = bn(rates=(1e-5, 1e-3)) + bn(seeds=(0, 1, 2)) + bn(sizes=(100, 400), rates=(3e-4,))
+    found += bn(sizes=(25, 800), rates=(1e-5, 1e-4), warmups=(25_000,))
+    found += bn(*FULL[3:4], *FULL[5:], sizes=(100, 400, 800)) + bn(("accumulate", "square_root"), sizes=(100, 400, 800))
+    found += bn(PAIR[0], sizes=(100, 400), rates=rates, micro=100) + bn(PAIR[0], sizes=(400,), rates=rates, micro=400)
+    found += rows("resnet-ln", sizes=(100, 400, 800), rates=(1e-5, 1e-4), epochs=3)
+    found += vit() + vit(FULL[2], sizes=(100, 400), rates=(1e-4, 1e-3))
+    stray = bn(PAIR[0], sizes=(800,), rates=(3e-3,), micro=100, seeds=(7,)) + vit(FULL[6], sizes=(25,), rates=(1e-4,))
+    return found + stray
 
 
 def same(row, **settings):

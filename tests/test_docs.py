@@ -1,10 +1,11 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from lab_results import FULL, PAIR, rows, write
+from lab_results import FULL, PAIR, rows, same, uneven, write
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,6 +98,189 @@ def test_the_page_of_the_results_keeps_what_was_written_by_hand(pages, tmp_path)
     again = filled(pages, tmp_path)
     assert "By hand.\n\n<!-- rules -->" in again
     assert again != path.read_text(encoding="utf-8")  # and --check would say so
+
+
+def tables(text, block):
+    """The rows of the tables of a block, as dictionaries by the names of their columns."""
+    part = text.split(f"<!-- {block} -->")[1].split(f"<!-- /{block} -->")[0]
+    found, head = [], []
+    for line in part.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells:
+            head = []
+        elif not head:
+            head = cells
+        elif set(line) != set("|-"):
+            found.append(dict(zip(head, cells, strict=True)))
+    return found
+
+
+def by_hand(found, sizes, **settings):
+    """The spread of the runs with these settings, from the rows of the file."""
+    settings = {"seed": 0, "warmup_samples": 0, "micro_batch_size": 25, "model": "resnet-bn"} | settings
+    logs = {}
+    for row in found:
+        if same(row, **settings) and row["batch_size"] in sizes:
+            logs.setdefault(row["epoch"], []).append(math.log(row["train_loss"]))
+    assert all(len(values) == len(sizes) for values in logs.values())
+    return sum(max(values) - min(values) for values in logs.values()) / len(logs)
+
+
+OURS = {"algorithm": "invariant", "rule": "linear"}
+THEIRS = {"algorithm": "standard", "rule": "square_root"}
+
+
+@pytest.fixture
+def uneven_page(pages, tmp_path):
+    found = uneven()
+    write(tmp_path / pages.LAB / "uneven", found)
+    return found, filled(pages, tmp_path)
+
+
+def test_a_warm_up_is_compared_over_the_batch_sizes_it_has(uneven_page):
+    found, text = uneven_page
+    shown = tables(text, "warmup")
+    assert [(row["optimizer"], row["η₀"], row["batch sizes"]) for row in shown] == [
+        (name, lr0, "25, 800")
+        for name in ("Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B")
+        for lr0 in ("1e-5", "0.0001")
+    ]
+    cold, warm = (by_hand(found, (25, 800), lr0=1e-4, warmup_samples=n, **OURS) for n in (0, 25_000))
+    assert (shown[1]["spread without"], shown[1]["spread with"]) == (f"{cold:.2g}", f"{warm:.2g}")
+    rivals = [by_hand(found, (25, 800), lr0=1e-4, warmup_samples=n, **THEIRS) for n in (0, 25_000)]
+    for name, below, above in zip(("ratio without", "ratio with"), (cold, warm), rivals, strict=True):
+        assert float(shown[1][name]) == pytest.approx(above / below, rel=0.06)
+    assert shown[2]["ratio with"] == ""  # a rival has none
+
+
+def test_rivals_rules_and_norms_are_compared_over_the_batch_sizes_they_have(uneven_page):
+    found, text = uneven_page
+    rivals = tables(text, "rivals")
+    assert [row["rival"] for row in rivals] == [
+        "Standard Adam, η ∝ B", "AdamA, η ∝ B", "Adam, half-life of v in samples, η constant"
+    ]  # fmt: skip
+    assert not any(row["model"].startswith("ViT") for row in rivals)  # a stray run is no comparison
+    values = [by_hand(found, (100, 400, 800), lr0=1e-4, **side) for side in (OURS, THEIRS)]
+    for row in rivals:
+        assert (row["η₀"], row["batch sizes"]) == ("0.0001", "100, 400, 800")
+        assert list(row.values())[-2:] == [f"{value:.2g}" for value in values]
+    rules = tables(text, "rules")
+    assert [(row["η₀"], row["batch sizes"]) for row in rules] == [("0.0001", "100, 400"), ("0.001", "100, 400")]
+    for row, lr0 in zip(rules, (1e-4, 1e-3), strict=True):
+        for rule in ("linear", "exponential"):
+            value = by_hand(found, (100, 400), lr0=lr0, model="vit", algorithm="invariant", rule=rule)
+            assert row[f"spread, {rule}"] == f"{value:.2g}"
+    (norm,) = tables(text, "norm")
+    assert norm["batch sizes"] == "100, 400, 800"
+    for name, settings in (
+        ("invariant", OURS),
+        ("standard", THEIRS),
+        ("standard, accumulated", {"algorithm": "accumulate"}),
+        ("layer norm: invariant", {"model": "resnet-ln", **OURS}),
+        ("layer norm: standard", {"model": "resnet-ln", **THEIRS}),
+    ):
+        assert norm[f"spread, {name}"] == f"{by_hand(found, (100, 400, 800), lr0=1e-4, **settings):.2g}"
+
+
+def test_layer_norm_with_fewer_batch_sizes_does_not_take_them_from_batch_norm(pages, tmp_path):
+    found = [row for row in uneven() if not same(row, model="resnet-ln", batch_size=800)]
+    write(tmp_path / pages.LAB / "uneven", found)
+    wide, narrow = tables(filled(pages, tmp_path), "norm")
+    assert (wide["batch sizes"], wide["spread, layer norm: standard"]) == ("100, 400, 800", "")
+    assert narrow["batch sizes"] == "100, 400"
+    assert narrow["spread, standard"] == f"{by_hand(found, (100, 400), lr0=1e-4, **THEIRS):.2g}"
+
+
+def test_every_micro_batch_size_is_compared_where_the_others_are(uneven_page):
+    found, text = uneven_page
+    shown = tables(text, "micro")
+    # Learning rates that one M alone has are not in it, nor is the stray run.
+    assert [(row["η₀"], row["M"]) for row in shown] == [
+        (lr0, M) for lr0 in ("0.0001", "0.0003", "0.001") for M in ("25", "100", "400")
+    ]
+    for row, lr0 in zip(shown, [1e-4] * 3 + [3e-4] * 3 + [1e-3] * 3, strict=True):
+        M = int(row["M"])
+        assert row["at B ="] == "400"
+        if M < 400:
+            value = by_hand(found, (100, 400), lr0=lr0, micro_batch_size=M, **OURS)
+            assert (row["spread"], row["over B ="]) == (f"{value:.2g}", "100, 400")
+        else:
+            assert (row["spread"], row["over B ="]) == ("", "")
+        wanted = {"batch_size": 400, "lr0": lr0, "seed": 0, "epoch": 3, "micro_batch_size": M, "warmup_samples": 0}
+        (last,) = (r for r in found if same(r, **wanted, **OURS, model="resnet-bn"))
+        assert row["training loss"] == f"{last['train_loss']:.4g}"
+
+
+def test_the_best_learning_rates_of_a_row_were_all_tried_by_all_of_it(uneven_page):
+    _, text = uneven_page
+    shown = [row for row in tables(text, "tuned") if any("M = 400" in name for name in row)]
+    tried = {row["B"]: row["η₀ tried"] for row in shown}
+    assert tried == {
+        "25": "1e-5, 0.0001, 0.001",
+        "100": "0.0001, 0.0003, 0.001",
+        "400": "0.0001, 0.0003, 0.001",
+        "800": "1e-5, 0.0001, 0.001",
+    }
+    assert [row[""] for row in shown] == ["training loss", "test accuracy"] * 4
+    empty = {row["B"]: [name for name, cell in row.items() if not cell] for row in shown}
+    micro = "Invariant Adam, η ∝ B, linear, M = {}".format
+    assert empty == {"25": [micro(100), micro(400)], "100": [micro(400)], "400": [], "800": [micro(100), micro(400)]}
+    assert "ResNet-18, batch norm, after 150,000 samples:" in text
+
+
+def test_the_spreads_name_their_batch_sizes_and_how_far_seeds_lie_apart(uneven_page):
+    found, text = uneven_page
+    shown = {row[""]: row for row in tables(text, "spreads")}
+    row = shown["ResNet-18, batch norm, B = 25, 100, 400, 800, 3 epochs"]
+    sides = [
+        [by_hand(found, (25, 100, 400, 800), lr0=1e-4, seed=seed, **side) for seed in (0, 1, 2)]
+        for side in (OURS, THEIRS)
+    ]
+    means = [sum(side) / 3 for side in sides]
+    ratios = [above / below for below, above in zip(*sides, strict=True)]
+    cell = row["η₀ = 0.0001"]
+    assert cell.startswith(f"{means[0]:.2g}, {means[1]:.2g}: **{means[1] / means[0]:.0f}** (3 seeds: ")
+    assert cell.endswith(f": {min(ratios):.0f}–{max(ratios):.0f})")
+    assert min(ratios) < means[1] / means[0] < max(ratios)
+    assert row["η₀ = 0.0003"].endswith(" (B = 100, 400)")
+    assert "seeds" not in row["η₀ = 1e-5"]
+    assert "η₀ = 0.003" not in row  # the stray run
+    without = next(row for row in tables(text, "spreads") if row[""] == "the same without B = 800")
+    below, above = (by_hand(found, (25, 100, 400), lr0=1e-5, **side) for side in (OURS, THEIRS))
+    assert without["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}**"
+
+
+def test_what_one_side_lacks_is_not_in_the_spread_of_the_other(pages, tmp_path):
+    found = [r for r in uneven() if not same(r, model="resnet-bn", algorithm="standard", batch_size=25, lr0=1e-5)]
+    found = [r for r in found if not (same(r, model="resnet-bn", lr0=1e-4) and r["seed"] and r["batch_size"] == 400)]
+    found = [r for r in found if not same(r, model="resnet-ln", algorithm="standard", lr0=1e-5)]
+    write(tmp_path / pages.LAB / "uneven", found)
+    shown = {row[""]: row for row in tables(filled(pages, tmp_path), "spreads")}
+    row = shown["ResNet-18, batch norm, B = 25, 100, 400, 800, 3 epochs"]
+    below, above = (by_hand(found, (100, 400, 800), lr0=1e-5, **side) for side in (OURS, THEIRS))
+    assert row["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}** (B = 100, 400, 800)"
+    assert " (3 seeds, B = 25, 100, 800: " in row["η₀ = 0.0001"]  # no mean over other batch sizes
+    alone = by_hand(found, (100, 400, 800), lr0=1e-5, model="resnet-ln", **OURS)
+    row = shown["ResNet-18, layer norm, B = 100, 400, 800, 3 epochs"]
+    assert row["η₀ = 1e-5"] == f"invariant alone: {alone:.2g}"
+
+
+def test_a_stray_micro_batch_size_does_not_take_the_place_of_the_papers(pages, tmp_path):
+    found = rows(epochs=3) + rows(algorithms=PAIR[:1], sizes=(5, 25), rates=(1e-4,), epochs=3, micro=5, largest=800)
+    found += rows(sizes=(400,), rates=(3e-4,), epochs=3, largest=800)
+    write(tmp_path / pages.LAB / "stray", found)
+    (row, _) = tables(filled(pages, tmp_path), "spreads")
+    assert list(row)[1:] == [f"η₀ = {lr0}" for lr0 in ("1e-5", "0.0001", "0.001")]  # one batch size has no column
+    below = by_hand(found, (25, 100, 400, 800), lr0=1e-4, **OURS)
+    assert row["η₀ = 0.0001"].startswith(f"{below:.2g}, ")
+
+
+def test_a_ramp_is_compared_within_its_seeds(pages, tmp_path):
+    found = rows(sizes=(25, 400), rates=(1e-4,), epochs=3, ramps=("25-400",))
+    write(tmp_path / pages.LAB / "ramp", found)
+    before = tables(filled(pages, tmp_path), "ramp")
+    write(tmp_path / pages.LAB / "ramp", found + rows(sizes=(25, 400), rates=(1e-4,), epochs=3, seeds=(1, 2)))
+    assert tables(filled(pages, tmp_path), "ramp") == before
 
 
 def test_the_claims_of_the_distributed_page_hold_in_the_results():

@@ -5,14 +5,16 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab_results import FULL, PAIR, rows, same, write
+from lab_results import FULL, PAIR, rows, same, uneven, write
 from typer.testing import CliRunner
 
 from invariant_adam.cli import app
 from invariant_adam.lab import figures
 from invariant_adam.lab.results import (
     best,
+    compare,
     fixed_samples,
+    level,
     load,
     mean_curve,
     measure,
@@ -21,6 +23,7 @@ from invariant_adam.lab.results import (
     spread,
     spreads,
     table,
+    usual,
 )
 
 SMALL = {"sizes": (25, 100, 400), "rates": (1e-4, 1e-3), "epochs": 3}
@@ -179,6 +182,93 @@ def test_the_best_learning_rate_is_chosen_at_equal_samples_and_the_edge_is_marke
     assert by_loss["standard", 400].lr0 == 1e-4  # the diverged one is not a candidate
 
 
+def test_sides_are_compared_over_what_all_of_them_have(tmp_path):
+    results = load(write(tmp_path, uneven()))
+    ours = next(s for s in results.series("resnet-bn") if s.algorithm == "invariant")
+    warm = ours._replace(warmup_samples=25_000)
+    for other, sizes, seeds in ((warm, [25, 800], [0]), (ours.rival, [25, 100, 400, 800], [0, 1, 2])):
+        sides = [results.group("resnet-bn", series, 1e-4) for series in (ours, other)]
+        for side, measured in zip(sides, compare(sides), strict=True):
+            assert (measured.batch_sizes, list(measured.per_seed)) == (sizes, seeds)
+            by_hand = measure([run for run in side if run.batch_size in sizes and run.seed in seeds])
+            assert measured.value == by_hand.value
+    alone = compare([sides[0], []])
+    assert all(math.isnan(side.value) for side in alone)
+
+
+def test_a_short_run_shortens_the_sides_beside_it_and_a_diverged_one_does_not(tmp_path):
+    found = [r for r in rows(**SMALL) if not (same(r, algorithm="standard", batch_size=25) and r["epoch"] > 2)]
+    change(found, {"train_loss": math.nan}, algorithm="standard", lr0=1e-3, batch_size=25, epoch=1)
+    results = load(write(tmp_path, found))
+    ours = row_of(results, "invariant", 1e-4).series
+    for lr0, epochs in ((1e-4, 2), (1e-3, 3)):
+        sides = compare([results.group("resnet-bn", series, lr0) for series in (ours, ours.rival)])
+        assert {side.epochs for side in sides} == {epochs}
+        assert math.isinf(sides[1].value) == (lr0 == 1e-3)
+
+
+def test_curves_are_means_over_seeds_that_have_all_batch_sizes(tmp_path):
+    found = rows(seeds=(0, 1), **SMALL)
+    found = [r for r in found if not same(r, algorithm="invariant", batch_size=100, seed=1)]
+    results = load(write(tmp_path, found))
+    row = row_of(results, "invariant", 1e-4)
+    for series, seeds in ((row.series, {0}), (row.series.rival, {0, 1})):
+        kept = level(results.group("resnet-bn", series, 1e-4))
+        assert {run.seed for run in kept} == seeds
+        assert len(kept) == 3 * len(seeds)
+
+
+def test_the_usual_batch_sizes_are_not_those_of_a_stray_run(tmp_path):
+    found = rows(**SMALL) + rows(algorithms=PAIR[:1], sizes=(200,), rates=(1e-4,), epochs=3, largest=400)
+    measured = spreads(load(write(tmp_path, found)))
+    assert usual(measured) == [25, 100, 400]
+    assert usual(measured[:1]) == [25, 100, 200, 400]
+    assert usual([]) == []
+
+
+def test_it_holds_only_where_the_largest_batch_size_was_tried(tmp_path):
+    results = load(write(tmp_path, change(uneven(), {"train_loss": 1.0}, algorithm="invariant", model="resnet-bn")))
+    found = {r.series.micro_batch_size: r for r in ranges(spreads(results)) if r.model == "resnet-bn" and
+             r.series.algorithm == "invariant" and not r.series.warmup_samples}  # fmt: skip
+    assert found[25][2:] == (1e-3, None, [25, 100, 400, 800], [])
+    assert found[100][2:] == (1e-3, None, [100, 400], [])
+    assert 400 not in found  # one batch size
+    broken = change(uneven(), {"train_loss": 1.0}, algorithm="invariant", model="resnet-bn")
+    broken = [r for r in broken if not same(r, batch_size=800, lr0=1e-3)]
+    found = ranges(spreads(load(write(tmp_path, broken))))
+    ours = next(r for r in found if (r.model, r.series.algorithm) == ("resnet-bn", "invariant"))
+    assert ours.holds_up_to == 1e-4
+
+
+def test_the_best_is_chosen_of_what_all_tried_at_that_batch_size(tmp_path):
+    results = load(write(tmp_path, uneven()))
+    by_size = {}
+    for row in best(results, "resnet-bn", "train_loss"):
+        by_size.setdefault(row.batch_size, []).append(row)
+    for size, rates, micro in (
+        (25, [1e-5, 1e-4, 1e-3], [25, 0]),
+        (100, [1e-4, 3e-4, 1e-3], [25, 100, 0]),
+        (400, [1e-4, 3e-4, 1e-3], [25, 100, 400, 0]),
+        (800, [1e-5, 1e-4, 1e-3], [25, 0]),  # neither the rivals at one learning rate nor the stray run
+    ):
+        assert sorted(row.series.micro_batch_size for row in by_size[size]) == sorted(micro)
+        assert all((row.tried, row.seeds) == (rates, [0]) for row in by_size[size])
+    # What another series lacks is no candidate, were it the best.
+    better = change(uneven(), {"train_loss": 0.001}, algorithm="invariant", micro_batch_size=25, lr0=1e-5)
+    chosen = best(load(write(tmp_path, better)), "resnet-bn", "train_loss")
+    assert {(row.batch_size, row.lr0) for row in chosen if row.series.micro_batch_size == 25} == {
+        (25, 1e-5), (100, 1e-3), (400, 1e-3), (800, 1e-5)
+    }  # fmt: skip
+
+
+def test_a_series_that_shares_few_learning_rates_does_not_take_them_from_the_others(tmp_path):
+    found = rows(sizes=(100, 400), rates=(1e-5, 1e-4, 1e-3), epochs=3)
+    found += rows(algorithms=PAIR[:1], sizes=(100, 400), rates=(1e-3, 3e-3, 1e-2), epochs=3, micro=100)
+    chosen = best(load(write(tmp_path, found)), "resnet-bn", "train_loss")
+    assert {row.series.micro_batch_size for row in chosen} == {0, 25}
+    assert all(row.tried == [1e-5, 1e-4, 1e-3] for row in chosen)
+
+
 def test_a_mean_over_seeds_is_no_number_where_one_seed_has_none(tmp_path):
     found = rows(seeds=(0, 1), **SMALL)
     change(found, {"train_loss": math.nan}, algorithm="invariant", lr0=1e-3, batch_size=25, seed=1, epoch=3)
@@ -269,6 +359,29 @@ def test_the_command_draws_everything_there_are_runs_for(tmp_path):
     assert ours["ratio"] == pytest.approx(
         next(r["spread"] for r in told["spreads"] if (r["rule"], r["lr0"]) == ("square_root", 1e-4)) / ours["spread"]
     )
+
+
+def test_panels_of_unequal_batch_sizes_say_so(tmp_path):
+    results = load(write(tmp_path, uneven()))
+    drawn = dict(figures.figures(results))
+
+    def titles(name):
+        return [re.sub(r"\s+", " ", ax.get_title(loc="left")) for ax in drawn[name].axes if ax.get_title(loc="left")]
+
+    every = titles("resnet-bn-all")
+    assert "Invariant Adam, η ∝ B, linear, M = 100, B = 100, 400, 800" in every  # with the stray run
+    assert any(title.endswith("warm-up 25,000, B = 25, 800") for title in every)
+    assert not any("B = 25" in title for title in titles("resnet-bn-curves"))  # both have the same
+    assert titles("spread") == [
+        "ResNet-18, batch norm, B = 25, 100, 400, 800",
+        "ResNet-18, layer norm, B = 100, 400, 800",
+        "ViT, QK-norm, B = 25, 100, 400",
+    ]
+    labels = [text.get_text() for text in drawn["spread"].legends[0].get_texts()]
+    assert "hollow: fewer batch sizes" in labels  # η₀ = 3e-4, at B = 100 and 400
+    assert not any("M = 100" in label or "warm-up" in label or "accumulated" in label for label in labels)
+    ticks = [text.get_text() for text in drawn["resnet-bn-best"].axes[0].get_xticklabels()]
+    assert ticks == [f"{size}\nof 3 η₀" for size in (25, 100, 400, 800)]
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):

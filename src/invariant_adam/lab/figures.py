@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ from .results import (
     best,
     by_batch_size,
     fixed_samples,
+    level,
     load,
     mean_curve,
     spreads,
     table,
+    usual,
 )
 
 INK, FAINT, GRID = "#1d2330", "#6b7285", "#e4e6ec"
@@ -82,8 +84,8 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
             constant = [series for series in every if len(by_batch_size(results.group(model, series))) > 1]
             if constant:
                 yield f"{model}-batch-size", batch_size_figure(results, model, constant)
-                if any(row.tried > 1 for row in best(results, model, "train_loss")):
-                    yield f"{model}-best", best_figure(results, model, constant)
+                if any(len(row.tried) > 1 for row in best(results, model, "train_loss")):
+                    yield f"{model}-best", best_figure(results, model)
             if results.ramps(model):
                 yield f"{model}-ramp", ramp_figure(results, model)
 
@@ -100,7 +102,7 @@ def curves_figure(results: Results, model: str, columns: Sequence[Series], metri
     for axes, series in zip(grid, columns, strict=True):
         for ax, metric in zip(axes, metrics, strict=True):
             for lr0 in look.rates:
-                for size, seeds in by_batch_size(run for run in runs[series] if run.lr0 == lr0).items():
+                for size, seeds in by_batch_size(level(run for run in runs[series] if run.lr0 == lr0)).items():
                     look.curve(ax, *mean_curve(seeds, metric), lr0, size)
             dress(ax, log=metric.endswith("loss"))
             _epochs(ax)
@@ -110,7 +112,11 @@ def curves_figure(results: Results, model: str, columns: Sequence[Series], metri
 
 
 def spread_figure(results: Results) -> Figure:
-    """Draw the spread over batch sizes against η₀, a panel for each model: where a line rises, invariance breaks."""
+    """Draw the spread over batch sizes against η₀, a panel for each model: where a line rises, invariance breaks.
+
+    A panel is over the batch sizes that its series usually have. A series that never has them all would look closer
+    than it is and is left to the tables; a single point that lacks some is hollow.
+    """
     rows = spreads(results)
     models = [m for m in results.models if any(r.model == m and not math.isnan(r.spread.value) for r in rows)]
     figure = Figure(figsize=(max(6.4, 3.7 * len(models)), 4.1), layout="constrained")
@@ -118,18 +124,24 @@ def spread_figure(results: Results) -> Figure:
     finite = [row.spread.value for row in rows if math.isfinite(row.spread.value) and row.spread.value > 0]
     ceiling = 2.5 * max([*finite, TOLERANCE])
     handles: dict[str, Line2D] = {}
+    lacking = False
     for ax, model in zip(axes, models, strict=True):
         looks = _series_looks(results, model)
+        sizes = set(usual(row for row in rows if row.model == model))
         for series in results.series(model):
             points = [(r.lr0, r.spread) for r in rows if (r.model, r.series) == (model, series)]
             points = [(lr0, s) for lr0, s in points if s.value > 0]  # not nan; nor 0, which no log axis has
-            if not points:
+            fewer = [(lr0, s) for lr0, s in points if not sizes <= set(s.batch_sizes)]
+            if len(fewer) == len(points):
                 continue
             x = [lr0 for lr0, _ in points]
             y = [min(s.value, ceiling) for _, s in points]
             label = results.label(model, series)
             (line,) = ax.plot(x, y, **looks[series], label=label)
             handles.setdefault(label, line)
+            hollow: Any = {**looks[series], "linestyle": "", "markerfacecolor": "white", "zorder": 4}
+            ax.plot([lr0 for lr0, _ in fewer], [min(s.value, ceiling) for _, s in fewer], **hollow)
+            lacking = lacking or bool(fewer)
             wild = [lr0 for lr0, s in points if math.isinf(s.value)]
             for lr0 in wild:
                 ax.plot(lr0, ceiling, "^", color=looks[series]["color"], markersize=11)
@@ -142,7 +154,7 @@ def spread_figure(results: Results) -> Figure:
         ax.axhline(TOLERANCE, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         ax.set_xscale("log")
         dress(ax, log=True)
-        ax.set_title(MODELS.get(model, model), loc="left", fontweight="bold")
+        ax.set_title(_wrap(f"{MODELS.get(model, model)}, {_sizes(sizes)}"), loc="left", fontweight="bold")
         ax.set_xlabel("learning rate η₀")
         ax.margins(x=0.12)
     axes[0].annotate(
@@ -150,7 +162,8 @@ def spread_figure(results: Results) -> Figure:
         xycoords=axes[0].get_yaxis_transform(), textcoords="offset points", color=FAINT, fontsize=9,
     )  # fmt: skip
     axes[0].set_ylabel("spread over batch sizes")
-    _legend(figure, [list(handles.values())])
+    more = [_marker("hollow: fewer batch sizes", "o", markerfacecolor="white", color=FAINT)] if lacking else []
+    _legend(figure, [[*handles.values(), *more]])
     return figure
 
 
@@ -163,7 +176,7 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
     figure, grid = _panels(results, model, columns, rows, heights=2.6)
     for (above, below), series in zip(grid, columns, strict=True):
         for lr0 in look.rates:
-            groups = by_batch_size(run for run in runs[series] if run.lr0 == lr0)
+            groups = by_batch_size(level(run for run in runs[series] if run.lr0 == lr0))
             values = {size: at_samples(seeds, "train_loss", samples) for size, seeds in groups.items()}
             style: dict[str, Any] = {"color": look.colours[lr0], "marker": "o", "linewidth": 2, "markersize": 5}
             above.plot(list(values), list(values.values()), **style)
@@ -183,34 +196,33 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
     return figure
 
 
-def best_figure(results: Results, model: str, columns: Sequence[Series]) -> Figure:
-    """Draw what each series reaches at each B with its best η₀; hollow where that is the last one tried."""
-    metrics = [
-        m for m in ("train_loss", "test_loss", "test_accuracy") if any(r.tried > 1 for r in best(results, model, m))
-    ]
-    figure = Figure(figsize=(3.7 * len(metrics), 4.1), layout="constrained")
-    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+def best_figure(results: Results, model: str) -> Figure:
+    """Draw what each series reaches at each B with its best η₀ of those that all tried there; hollow where it is the
+    last of them."""
+    chosen = {m: best(results, model, m) for m in ("train_loss", "test_loss", "test_accuracy")}
+    chosen = {metric: rows for metric, rows in chosen.items() if any(len(row.tried) > 1 for row in rows)}
+    figure = Figure(figsize=(3.7 * len(chosen), 4.1), layout="constrained")
+    axes = figure.subplots(1, len(chosen), squeeze=False)[0]
     looks = _series_looks(results, model)
-    for ax, metric in zip(axes, metrics, strict=True):
-        rows = best(results, model, metric)
-        for series in columns:
+    for ax, (metric, rows) in zip(axes, chosen.items(), strict=True):
+        for series in dict.fromkeys(row.series for row in rows):
             points = [row for row in rows if row.series == series]
-            if points:
-                x, y = [row.batch_size for row in points], [row.value for row in points]
-                ax.plot(x, y, **looks[series], label=results.label(model, series))
-                edge = [(row.batch_size, row.value) for row in points if row.at_edge]
-                hollow = {**looks[series], "linestyle": "", "markerfacecolor": "white", "zorder": 4}
-                ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
+            x, y = [row.batch_size for row in points], [row.value for row in points]
+            ax.plot(x, y, **looks[series], label=results.label(model, series))
+            edge = [(row.batch_size, row.value) for row in points if row.at_edge]
+            hollow = {**looks[series], "linestyle": "", "markerfacecolor": "white", "zorder": 4}
+            ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
         dress(ax, log=metric.endswith("loss"))
-        _batch_sizes(ax, sorted({row.batch_size for row in rows}))
+        tried = {row.batch_size: f"{row.batch_size}\nof {len(row.tried)} η₀" for row in rows}
+        _batch_sizes(ax, sorted(tried), tried)
         ax.set_title(METRICS[metric], loc="left", fontweight="bold")
     handles: list[Any] = axes[0].get_legend_handles_labels()[0]
     handles.append(
         _marker("hollow: the best η₀ is the smallest or largest tried", "o", markerfacecolor="white", color=FAINT)
     )
     _legend(figure, [handles])
-    samples = fixed_samples(run for run in results.runs if run.model == model and not run.ramp)
-    _headline(figure, model, f"best learning rate at each batch size, after {samples:,.0f} samples")
+    samples = next(row.samples for rows in chosen.values() for row in rows)
+    _headline(figure, model, f"the best η₀ that all tried at that batch size, after {samples:,.0f} samples")
     return figure
 
 
@@ -227,12 +239,14 @@ def ramp_figure(results: Results, model: str) -> Figure:
     dashes: Any = dict(zip(names, ((0, (4, 2)), (0, (1, 1.5)), "-."), strict=False))
     for (above, below), series in zip(grid, columns, strict=True):
         for lr0 in look.rates:
-            groups = by_batch_size(run for run in constant[series] if run.lr0 == lr0)
+            ramped = {name: runs for (s, rate, name), runs in ramps.items() if (s, rate) == (series, lr0)}
+            seeds = {run.seed for runs in ramped.values() for run in runs}  # those of a ramp, not of other comparisons
+            groups = by_batch_size(level(run for run in constant[series] if run.lr0 == lr0 and run.seed in seeds))
             base = dict(zip(*mean_curve(next(iter(groups.values())), "train_loss"), strict=True)) if groups else {}
-            drawn: list[tuple[list[Run], int, str]] = [(seeds, size, "") for size, seeds in groups.items()]
-            drawn += [(runs, 0, name) for (s, rate, name), runs in ramps.items() if (s, rate) == (series, lr0)]
-            for seeds, size, name in drawn:
-                epochs, losses = mean_curve(seeds, "train_loss")
+            drawn: list[tuple[list[Run], int, str]] = [(runs, size, "") for size, runs in groups.items()]
+            drawn += [(runs, 0, name) for name, runs in ramped.items()]
+            for runs, size, name in drawn:
+                epochs, losses = mean_curve(runs, "train_loss")
                 both = [(e, 100 * (y / base[e] - 1)) for e, y in zip(epochs, losses, strict=True) if e in base]
                 for ax, x, y in ((above, epochs, losses), (below, [e for e, _ in both], [d for _, d in both])):
                     if name:
@@ -304,6 +318,7 @@ def _panels(
     results: Results, model: str, columns: Sequence[Series], rows: Sequence[str], heights: float
 ) -> tuple[Figure, list[list[Axes]]]:
     """Make a column of panels for each series and a row for each quantity, at most ACROSS columns side by side."""
+    sizes = {series: by_batch_size(results.group(model, series)) for series in columns}
     across = min(ACROSS, len(columns))
     blocks = math.ceil(len(columns) / across)
     size = (max(7.6, 3.6 * across), heights * len(rows) * blocks + 0.8)
@@ -323,7 +338,10 @@ def _panels(
             else:
                 ax.set_ylabel(rows[row])
             ax.tick_params(labelbottom=row + 1 == len(rows))
-        axes[0].set_title(_wrap(results.label(model, series)), loc="left", fontweight="bold")
+        label = results.label(model, series)
+        if len({_sizes(found) for found in sizes.values()}) > 1:  # fewer curves look closer
+            label += f", {_sizes(sizes[series])}"
+        axes[0].set_title(_wrap(label), loc="left", fontweight="bold")
         found.append(axes)
     for ax in set(grid.flat).difference(*found):
         ax.set_axis_off()
@@ -400,12 +418,16 @@ def _name_below(ax: Axes, name: str) -> None:
         ax.set_xlabel(name)
 
 
-def _batch_sizes(ax: Axes, sizes: Sequence[int]) -> None:
+def _batch_sizes(ax: Axes, sizes: Sequence[int], names: Mapping[int, str] | None = None) -> None:
     _name_below(ax, "batch size B")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(sizes))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: (names or {}).get(round(value), f"{value:g}")))
+
+
+def _sizes(sizes: Iterable[int]) -> str:
+    return "B = " + ",\u00a0".join(map(str, sorted(sizes)))
 
 
 def _dark(colour: str) -> tuple[float, float, float]:

@@ -285,6 +285,18 @@ class Spread(NamedTuple):
     notes: list[str]  # runs that diverged, are missing or stopped early, and what becomes of them
 
 
+def level(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs of those seeds that have all batch sizes, of runs that differ only in batch size and seed.
+
+    All means as many as any seed has: means over other seeds at each batch size would differ by their seeds.
+    """
+    by_seed: dict[int, dict[int, Run]] = defaultdict(dict)
+    for run in sorted(runs, key=lambda run: (run.seed, run.batch_size)):
+        by_seed[run.seed][run.batch_size] = run
+    sizes = max((list(found) for found in by_seed.values()), key=len, default=[])
+    return [found[size] for found in by_seed.values() if set(sizes) <= set(found) for size in sizes]
+
+
 def measure(runs: Sequence[Run], epochs: Iterable[float] | None = None, expected: Iterable[int] = ()) -> Spread:
     """Measure the spread of runs that differ only in batch size and seed.
 
@@ -297,12 +309,8 @@ def measure(runs: Sequence[Run], epochs: Iterable[float] | None = None, expected
         epochs: count these epochs only.
         expected: batch sizes to name where they are missing.
     """
-    by_seed: dict[int, dict[int, Run]] = defaultdict(dict)
-    for run in sorted(runs, key=lambda run: (run.seed, run.batch_size)):
-        by_seed[run.seed][run.batch_size] = run
-    sizes = max((list(found) for found in by_seed.values()), key=len, default=[])
-    seeds = [seed for seed, found in by_seed.items() if set(sizes) <= set(found)]
-    counted = [by_seed[seed][size] for seed in seeds for size in sizes]
+    counted = level(runs)
+    sizes, seeds = (sorted({getattr(run, name) for run in counted}) for name in ("batch_size", "seed"))
     wild = [run for run in counted if run.diverged is not None]
     tame = [run for run in counted if run.diverged is None]
     shared = set.intersection(*(set(run.losses) for run in tame)) if tame else set()
@@ -315,14 +323,17 @@ def measure(runs: Sequence[Run], epochs: Iterable[float] | None = None, expected
     }
     everything = sorted({run.batch_size for run in runs})
     longest = max((len(run.losses) for run in tame), default=0)
-    notes = [
-        f"missing: B = {size}, seed {seed}; the seed is left out"
-        for seed, found in by_seed.items()
-        for size in sizes
-        if size not in found
-    ]
-    notes += [f"left out: B = {size}, which not every seed has" for size in everything if size not in sizes]
-    notes += [f"missing: B = {size}" for size in sorted(set(expected).difference(everything))]
+    lacking = {
+        seed: [size for size in sizes if size not in {run.batch_size for run in runs if run.seed == seed}]
+        for seed in sorted({run.seed for run in runs}.difference(seeds))
+    }
+    notes = [f"missing: B = {_list(less)}, seed {seed}; the seed is left out" for seed, less in lacking.items()]
+    for what, left in (
+        ("left out", set(everything).difference(sizes)),
+        ("missing", set(expected).difference(everything)),
+    ):
+        if left:
+            notes.append(f"{what}: B = {_list(sorted(left))}" + ", which not every seed has" * (what == "left out"))
     notes += [f"diverged: {run.at}, in epoch {run.diverged:g}" for run in wild]
     notes += [
         f"short: {run.at} has {len(run.losses)} of {longest} epochs; all are compared over {len(shared)}"
@@ -336,6 +347,19 @@ def measure(runs: Sequence[Run], epochs: Iterable[float] | None = None, expected
     rest = [value for value in finite.values() if not math.isnan(value)]
     value = _mean(list(per_seed.values()))
     return Spread(value, per_seed, _mean(rest) if wild else math.nan, sizes, len(chosen), notes)
+
+
+def compare(sides: Sequence[Sequence[Run]]) -> list[Spread]:
+    """Measure the spread of each side over the batch sizes, seeds and epochs that all of them have."""
+    shared = set.intersection(*({(run.batch_size, run.seed) for run in side} for side in sides))
+    kept = [level(run for run in side if (run.batch_size, run.seed) in shared) for side in sides]
+    curves = [set(run.losses) for side in kept for run in side if run.diverged is None]
+    epochs = set.intersection(*curves) if curves else set()
+    return [measure(side, epochs) for side in kept]
+
+
+def _list(values: Iterable[float]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _over(runs: Sequence[Run], epochs: Sequence[float]) -> float:
@@ -369,24 +393,18 @@ def spreads(results: Results) -> list[Row]:
 
 
 def _ratio(runs: Sequence[Run], rival: Sequence[Run]) -> tuple[float, str]:
-    shared = {(run.batch_size, run.seed) for run in runs} & {(run.batch_size, run.seed) for run in rival}
-    ours, theirs = ([run for run in side if (run.batch_size, run.seed) in shared] for side in (runs, rival))
-    curves = [set(run.losses) for run in (*ours, *theirs) if run.diverged is None]
-    epochs = set.intersection(*curves) if curves else set()
-    below, above = measure(ours, epochs), measure(theirs, epochs)
+    below, above = compare((runs, rival))
     whole = measure(runs)
-    same = (below.batch_sizes, list(below.per_seed), below.epochs) == (
-        whole.batch_sizes,
-        list(whole.per_seed),
-        whole.epochs,
-    )
     if math.isnan(below.value) or math.isnan(above.value) or (math.isinf(below.value) and math.isinf(above.value)):
         return math.nan, ""
-    over = (
-        f"B = {', '.join(map(str, below.batch_sizes))}; seeds {', '.join(map(str, below.per_seed))}; "
-        f"{below.epochs} epochs"
-    )
-    return (above.value / below.value if below.value else math.inf), "" if same else over
+    said = [f"B = {_list(s.batch_sizes)}; seeds {_list(s.per_seed)}; {s.epochs} epochs" for s in (below, whole)]
+    return (above.value / below.value if below.value else math.inf), "" if said[0] == said[1] else said[0]
+
+
+def usual(rows: Iterable[Row]) -> list[int]:
+    """Return the most batch sizes that a spread is over, of those that several rows have: a stray run is in one."""
+    sets = [row.spread.batch_sizes for row in rows if not math.isnan(row.spread.value)]
+    return max([sizes for sizes in sets if sets.count(sizes) > 1] or sets, key=len, default=[])
 
 
 class Range(NamedTuple):
@@ -396,19 +414,27 @@ class Range(NamedTuple):
     series: Series
     holds_up_to: float | None  # the largest up to which no spread exceeds TOLERANCE
     breaks_at: float | None  # the smallest at which it does
+    holds_over: list[int]  # the batch sizes of the spread at holds_up_to
+    breaks_over: list[int]
 
 
 def ranges(rows: Iterable[Row]) -> list[Range]:
-    """Find where invariance breaks: the first learning rate at which the spread exceeds TOLERANCE."""
-    groups: dict[tuple[str, Series], dict[float, float]] = defaultdict(dict)
+    """Find where invariance breaks: the first learning rate at which the spread exceeds TOLERANCE.
+
+    It holds only where the largest batch size of the series was tried, which is what breaks first.
+    """
+    groups: dict[tuple[str, Series], dict[float, Spread]] = defaultdict(dict)
     for row in rows:
         if not math.isnan(row.spread.value):
-            groups[row.model, row.series][row.lr0] = row.spread.value
+            groups[row.model, row.series][row.lr0] = row.spread
     found = []
-    for (model, series), values in groups.items():
-        breaks = min((lr0 for lr0, value in values.items() if value > TOLERANCE), default=None)
-        holds = max((lr0 for lr0 in values if breaks is None or lr0 < breaks), default=None)
-        found.append(Range(model, series, holds, breaks))
+    for (model, series), spreads in groups.items():
+        largest = max(spread.batch_sizes[-1] for spread in spreads.values())
+        breaks = min((lr0 for lr0, spread in spreads.items() if spread.value > TOLERANCE), default=None)
+        holding = (lr0 for lr0, spread in spreads.items() if spread.batch_sizes[-1] == largest)
+        holds = max((lr0 for lr0 in holding if breaks is None or lr0 < breaks), default=None)
+        over = [[] if lr0 is None else spreads[lr0].batch_sizes for lr0 in (holds, breaks)]
+        found.append(Range(model, series, holds, breaks, *over))
     return found
 
 
@@ -437,37 +463,70 @@ def at_samples(runs: Sequence[Run], metric: str, samples: float) -> float:
 
 
 class Best(NamedTuple):
-    """The best learning rate of a series at one batch size, after as many samples as every run of the model saw."""
+    """The best learning rate of a series at one batch size, after as many samples as all that are compared saw."""
 
     model: str
     series: Series
     metric: str
     batch_size: int
     lr0: float
-    value: float  # mean over seeds
-    tried: int  # learning rates
-    at_edge: bool  # lr0 is the smallest or largest tried: a better one may lie beyond
+    value: float  # mean over `seeds`
+    tried: list[float]  # the learning rates compared: those that every series in the comparison tried
+    seeds: list[int]
+    at_edge: bool  # lr0 is the smallest or largest of them: a better one may lie beyond
+    samples: float
+
+
+TRIED = 3  # learning rates of which one can be the best and not the last
 
 
 def best(results: Results, model: str, metric: str) -> list[Best]:
     """Choose the best learning rate of every series at every batch size by `metric`.
 
-    Of those that were tried at all of them: of a grid that is not finished, batch sizes would differ by what was tried.
+    A batch size is a comparison of its own, over the learning rates and seeds that all its series have there. A series
+    that would leave fewer than `TRIED` learning rates (or than any has, where all have fewer) is not in it.
     """
-    samples = fixed_samples(run for run in results.runs if run.model == model and not run.ramp)
-    sign = -1 if metric.endswith("accuracy") else 1
-    found = []
+    sides: dict[int, dict[Series, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for series in results.series(model):
-        sizes = by_batch_size(results.group(model, series))
-        rates = sorted(set.intersection(*({run.lr0 for run in runs} for runs in sizes.values()))) if sizes else []
-        for size, runs in sizes.items():
+        for run in results.group(model, series):
+            sides[run.batch_size][series].append(run)
+    contests = {size: _contest(sides[size]) for size in sorted(sides)}
+    samples = fixed_samples(run for found, _, _ in contests.values() for runs in found.values() for run in runs)
+    sign = -1 if metric.endswith("accuracy") else 1
+    chosen = []
+    for size, (found, rates, seeds) in contests.items():
+        for series, runs in found.items():
             values = [(at_samples([run for run in runs if run.lr0 == lr0], metric, samples), lr0) for lr0 in rates]
             finite = [(sign * value, lr0) for value, lr0 in values if math.isfinite(value)]
             if finite:
                 value, lr0 = min(finite)
                 edge = lr0 in (rates[0], rates[-1])
-                found.append(Best(model, series, metric, size, lr0, sign * value, len(rates), edge))
-    return found
+                chosen.append(Best(model, series, metric, size, lr0, sign * value, rates, seeds, edge, samples))
+    return chosen
+
+
+def _contest(sides: Mapping[Series, Sequence[Run]]) -> tuple[dict[Series, list[Run]], list[float], list[int]]:
+    """Return the runs of one batch size that are compared, by series, and their learning rates and seeds."""
+
+    def shared(series: Iterable[Series]) -> dict[int, set[float]]:
+        every = sorted({run.seed for runs in sides.values() for run in runs})
+        runs = [sides[s] for s in series]
+        return {n: set.intersection(*({run.lr0 for run in side if run.seed == n} for side in runs)) for n in every}
+
+    def most(series: Iterable[Series]) -> set[float]:
+        return max(shared(series).values(), key=len)
+
+    taking: list[Series] = []
+    order = sorted(sides, key=lambda series: -len(most([series])))  # what was tried least is let in last
+    for series in order:
+        if len(most([*taking, series])) >= min(TRIED, len(most(order[:1]))):
+            taking.append(series)
+    rates = most(taking)
+    seeds = [seed for seed, found in shared(taking).items() if rates <= found]
+    kept = {
+        s: [run for run in runs if run.lr0 in rates and run.seed in seeds] for s, runs in sides.items() if s in taking
+    }
+    return kept, sorted(rates), seeds
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -509,8 +568,7 @@ def table(results: Results) -> dict[str, Any]:
             {
                 **named(row.model, row.series),
                 "tolerance": TOLERANCE,
-                "holds_up_to": row.holds_up_to,
-                "breaks_at": row.breaks_at,
+                **{name: value for name, value in row._asdict().items() if name not in ("model", "series")},
             }
             for row in ranges(rows)
         ],
