@@ -381,7 +381,21 @@ def test_panels_of_unequal_batch_sizes_say_so(tmp_path):
     assert "hollow: fewer batch sizes" in labels  # η₀ = 3e-4, at B = 100 and 400
     assert not any("M = 100" in label or "warm-up" in label or "accumulated" in label for label in labels)
     ticks = [text.get_text() for text in drawn["resnet-bn-best"].axes[0].get_xticklabels()]
-    assert ticks == [f"{size}\nof 3 η₀" for size in (25, 100, 400, 800)]
+    assert ticks == [f"{size}\n(3 η₀)" for size in (25, 100, 400, 800)]
+
+
+def test_points_of_fewer_batch_sizes_are_hollow_and_on_no_line(tmp_path):
+    found = [r for r in rows(**SMALL) if not same(r, algorithm="standard", batch_size=25)]
+    found += rows(sizes=(25, 100), rates=(3e-4,), epochs=3, largest=400)
+    figure = dict(figures.figures(load(write(tmp_path, found))))["spread"]
+    lines = [line for line in figure.axes[0].lines if line.get_marker() in "os"]
+    drawn = [(line.get_markerfacecolor() == "white", line.get_linestyle(), list(line.get_xdata())) for line in lines]
+    assert drawn == [
+        (False, "-", [1e-4, 1e-3]),
+        (True, "None", [3e-4]),
+        (False, "-", []),
+        (True, "None", [1e-4, 3e-4, 1e-3]),
+    ]
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):

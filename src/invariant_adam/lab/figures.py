@@ -114,8 +114,8 @@ def curves_figure(results: Results, model: str, columns: Sequence[Series], metri
 def spread_figure(results: Results) -> Figure:
     """Draw the spread over batch sizes against η₀, a panel for each model: where a line rises, invariance breaks.
 
-    A panel is over the batch sizes that its series usually have. A series that never has them all would look closer
-    than it is and is left to the tables; a single point that lacks some is hollow.
+    A panel is over the batch sizes that its series usually have. A point that lacks some would look closer than it is:
+    it is hollow and on no line. A series of such points alone is left to the tables, but for the others' rival.
     """
     rows = spreads(results)
     models = [m for m in results.models if any(r.model == m and not math.isnan(r.spread.value) for r in rows)]
@@ -128,19 +128,20 @@ def spread_figure(results: Results) -> Figure:
     for ax, model in zip(axes, models, strict=True):
         looks = _series_looks(results, model)
         sizes = set(usual(row for row in rows if row.model == model))
+        whole = {r.series for r in rows if r.model == model and sizes <= set(r.spread.batch_sizes)}
         for series in results.series(model):
             points = [(r.lr0, r.spread) for r in rows if (r.model, r.series) == (model, series)]
             points = [(lr0, s) for lr0, s in points if s.value > 0]  # not nan; nor 0, which no log axis has
-            fewer = [(lr0, s) for lr0, s in points if not sizes <= set(s.batch_sizes)]
-            if len(fewer) == len(points):
+            if not points or series not in whole | {other.rival for other in whole}:
                 continue
-            x = [lr0 for lr0, _ in points]
-            y = [min(s.value, ceiling) for _, s in points]
+            fewer = [(lr0, s) for lr0, s in points if not sizes <= set(s.batch_sizes)]
             label = results.label(model, series)
-            (line,) = ax.plot(x, y, **looks[series], label=label)
-            handles.setdefault(label, line)
-            hollow: Any = {**looks[series], "linestyle": "", "markerfacecolor": "white", "zorder": 4}
-            ax.plot([lr0 for lr0, _ in fewer], [min(s.value, ceiling) for _, s in fewer], **hollow)
+            hollow: Any = {"linestyle": "", "markerfacecolor": "white", "zorder": 4}
+            for shown, more in (([p for p in points if p not in fewer], {"label": label}), (fewer, hollow)):
+                y = [min(s.value, ceiling) for _, s in shown]
+                (line,) = ax.plot([lr0 for lr0, _ in shown], y, **looks[series] | more)
+                if more is not hollow:
+                    handles.setdefault(label, line)
             lacking = lacking or bool(fewer)
             wild = [lr0 for lr0, s in points if math.isinf(s.value)]
             for lr0 in wild:
@@ -213,8 +214,9 @@ def best_figure(results: Results, model: str) -> Figure:
             hollow = {**looks[series], "linestyle": "", "markerfacecolor": "white", "zorder": 4}
             ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
         dress(ax, log=metric.endswith("loss"))
-        tried = {row.batch_size: f"{row.batch_size}\nof {len(row.tried)} η₀" for row in rows}
+        tried = {row.batch_size: f"{row.batch_size}\n({len(row.tried)} η₀)" for row in rows}
         _batch_sizes(ax, sorted(tried), tried)
+        ax.tick_params(axis="x", labelsize=9)
         ax.set_title(METRICS[metric], loc="left", fontweight="bold")
     handles: list[Any] = axes[0].get_legend_handles_labels()[0]
     handles.append(
@@ -222,7 +224,7 @@ def best_figure(results: Results, model: str) -> Figure:
     )
     _legend(figure, [handles])
     samples = next(row.samples for rows in chosen.values() for row in rows)
-    _headline(figure, model, f"the best η₀ that all tried at that batch size, after {samples:,.0f} samples")
+    _headline(figure, model, f"the best of the η₀ that all tried at a batch size, after {samples:,.0f} samples")
     return figure
 
 
