@@ -187,7 +187,8 @@ averaged over seeds: 0.01 is 1 % of the loss. <em>Ratio</em> is the spread of st
 over the same batch sizes, seeds and epochs. A run that diverged where another did not makes the spread infinite.</p>
 {table}
 <h2>Where it breaks</h2>
-<p>Of the learning rates tried: the largest up to which no spread exceeds 0.01, and the smallest at which one does.</p>
+<p>Of the learning rates tried: the largest up to which no spread exceeds 0.01 (of those tried at the optimizer's
+largest batch size, which breaks first), and the smallest at which one does.</p>
 {ranges}
 <h2>Runs to know of</h2>
 {remarks}
