@@ -135,6 +135,24 @@ def training_rows():
         yield ""
 
 
+def share_rows():
+    """A step's kernels by what they do. The library names a product by its operands: _NT is that of a weight gradient."""
+    for name, result, rows in measured("shares_h200"):
+        yield source(name, result)
+        yield ""
+        yield "| | M | method | all kernels, ms | weight gradients | moments | sums and embeddings, ours | all else |"
+        yield "|---|---|---|---|---|---|---|---|"
+        for row in rows:
+            parts, total = row["parts"], row["kernels_ms"]
+            library = sum(ms for kernel, ms in row["top"].items() if re.search("_NT[NT]$", kernel))
+            each = [parts.get("squares of products", 0) + library, parts["moments"], parts.get("small", 0)]
+            cells = [what(row), str(row["micro_batch"] or ""), METHODS[row["method"]], f"{total:.1f}"]
+            small = f"{each[2]:.2f} ({each[2] / total:.2%})" if each[2] else ""
+            cells += [f"{each[0]:.1f}", f"{each[1]:.2f}", small, f"{total - sum(each):.1f}"]
+            yield "| " + " | ".join(cells) + " |"
+        yield ""
+
+
 def kernel_rows():
     """The passes over memory, each with its TB/s."""
     for name, result, rows in measured("step_h200", "step_cpu"):
@@ -404,6 +422,7 @@ PAGES = {
     },
     "docs/speed.md": {
         "training": training_rows,
+        "shares": share_rows,
         "kernels": kernel_rows,
         "updates": update_rows,
         "memory": memory_rows,
