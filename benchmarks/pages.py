@@ -136,7 +136,7 @@ def training_rows():
 
 
 def share_rows():
-    """A step's kernels by what they do. The library names a product by its operands: _NT is that of a weight gradient."""
+    """A step's kernels by what they do; among the library's products _NT is that of a weight gradient."""
     for name, result, rows in measured("shares_h200"):
         yield source(name, result)
         yield ""
