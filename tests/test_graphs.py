@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from problems import flat
@@ -173,6 +175,67 @@ def test_a_capture_that_fails_leaves_the_optimizer_as_it_was():
     update()
     eager()
     torch.testing.assert_close(flat(model.parameters()), flat(twin_model.parameters()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["loop", "one pass", "into"])
+def test_what_is_held_of_an_earlier_backward_is_seen(way):
+    """On a GPU it would keep the capture from its stream."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), torch.randn(8, 3)
+    opt = ia.InvariantAdam(model.parameters(), micro_batch_size=4)
+    model[0].bias.requires_grad_(False)
+    params = list(model.parameters())
+
+    def update():
+        with nullcontext() if way == "loop" else ia.one_pass(model, 4, into=opt if way == "into" else None):
+            loss = model(x).square().mean()
+            loss.backward()
+        opt.step()
+        return loss
+
+    graphs._refuse_kept(params)
+    loss = update()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"3 of 3 parameters in use.*del loss"):
+            graphs._refuse_kept(params)
+    kept = loss.detach()
+    del loss
+    graphs._refuse_kept(params)
+    assert kept > 0
+
+
+@pytest.mark.gpu
+def test_a_capture_beside_a_held_loss_is_refused_before_anything_changes():
+    model = nn.Linear(3, 1).cuda()
+    opt, x = ia.InvariantAdam(model.parameters(), micro_batch_size=4), torch.randn(4, 3, device="cuda")
+
+    def update():
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        return loss
+
+    loss = update()
+    before = flat(model.parameters())
+    with pytest.raises(RuntimeError, match="del loss"):
+        ia.capture(opt, update)
+    assert torch.equal(flat(model.parameters()), before)
+    del loss
+    ia.capture(opt, update)()
+
+
+def test_a_failed_capture_says_what_is_likely_the_cause():
+    model, opt, update = make(torch.float64, 1, False)
+    update()
+
+    def failing():
+        model.loss(0).backward()
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
+
+    with pytest.raises(RuntimeError, match=r"when stream is capturing\).*del loss.*\.item\(\)") as caught:
+        Rehearsed(opt, failing)
+    assert opt.kappa == 0
+    assert "Compile with" not in str(caught.value)
+    assert "Compile with" in str(caught.value.__cause__)
 
 
 def test_a_replay_that_would_be_wrong_is_refused():

@@ -105,6 +105,10 @@ class Tape:
             copy(self._tables[dtype][: len(rows)], rows)
 
 
+_KEPT = (
+    "a loss or another output of an earlier backward is still held, and with it nodes of autograd that work on the "
+    "stream it was made on, which cannot be captured: delete it first (del loss), or keep loss.detach()"
+)
 _TWICE = "the captured function closes more than one update; call opt.step() in it once, as the last of the optimizer"
 
 
@@ -130,9 +134,15 @@ class Captured:
             # Without its way back, at whose end are the nodes on whose stream an eager update between replays
             # would be folded.
             self.output = tree_map_only(Tensor, Tensor.detach, self._record(update))
-        except BaseException:
+        except BaseException as error:
             optimizer._update = Update()
             optimizer.zero_grad()
+            if isinstance(error, RuntimeError) and "CUDA error" in str(error) and "captur" in str(error):
+                raise RuntimeError(
+                    f"torch could not capture the update ({str(error).splitlines()[0]}), and nothing of it was done. "
+                    f"Either {_KEPT}. Or update() asks the device for a value (.item(), .cpu(), print) or copies from "
+                    "the host: do that outside of it"
+                ) from error
             raise
         finally:
             optimizer._tape = None
@@ -217,6 +227,8 @@ def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[],
         for _ in range(3):
             update()
         return update
+    if torch.cuda.current_stream(params[0].device) == torch.cuda.default_stream(params[0].device):
+        _refuse_kept(params)  # the capture will be on another stream, see `aside`
     with aside(params[0].device) as stream:  # kernels are made here
         for _ in range(2):
             update()
@@ -269,6 +281,24 @@ def _refuse_step_hooks(optimizer: InvariantAdam) -> None:
             "the optimizer has step hooks, which a replay would not call; remove them, or use "
             "opt.register_update_hook, which it calls"
         )
+
+
+def _refuse_kept(params: Sequence[Tensor]) -> None:
+    """Refuse parameters whose nodes of autograd outlive their backward.
+
+    A parameter holds its node weakly, so that one that is marked and left is still marked when somebody else holds it.
+    """
+
+    def mark_of(p: Tensor) -> dict[str, bool]:
+        with torch.enable_grad():
+            return p.view_as(p).grad_fn.next_functions[0][0].metadata  # type: ignore[union-attr,return-value]
+
+    trained = [p for p in params if p.requires_grad]
+    for p in trained:
+        mark_of(p)["kept"] = True
+    kept = sum(mark_of(p).pop("kept", False) for p in trained)
+    if kept:
+        raise RuntimeError(f"capture with {kept} of {len(trained)} parameters in use: {_KEPT}")
 
 
 def _baked(optimizer: InvariantAdam) -> dict[str, Any]:
