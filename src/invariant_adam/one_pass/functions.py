@@ -3,11 +3,11 @@
 
 Each Function takes a parameter `w` together with a `tag`, and is in one of two modes:
 
-    one use     w is the parameter, tag its companion: backward returns dW for w and Σ_k c_k s_k²
-    for the tag grouped     w is a detached value, tag its stride-0 expansion over the κ groups:
-    backward returns all s_k
-                for the tag, so that the uses of a shared parameter add up before `Expand` squares
-                them
+    one use   w is the parameter, tag its companion:
+              backward returns dW for w and Σ_k c_k s_k² for the tag
+    grouped   w is a detached value, tag its stride-0 expansion over the κ groups:
+              backward returns all s_k for the tag, so that the uses of a shared parameter add up before `Expand`
+              squares them
 
 There are no side effects in backward beyond counting arrivals, which compiled graphs leave out.
 """
@@ -29,6 +29,8 @@ from ..kernels.gemm_square import gemm_groups, gemm_square, sum_square
 from . import into
 from .groups import Groups, UnsupportedUse
 from .handles import Handle
+
+NOTHING: tuple[Any, ...] = (None,) * 5  # the gradients of x, w, its tag, b and its tag where none is wanted
 
 
 def deliver(
@@ -57,8 +59,7 @@ def deliver(
 
 
 def owned(y: Tensor) -> Tensor:
-    """y as no view of anything: autograd forbids writing in place over a view that a Function
-    returns."""
+    """y as no view of anything: autograd forbids writing in place over a view that a Function returns."""
     return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]
 
 
@@ -177,11 +178,7 @@ class Linear(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         groups, axis = ctx.groups, ctx.axis
-        dx: Any = None
-        dW: Any = None
-        S: Any = None
-        db: Any = None
-        Sb: Any = None
+        dx, dW, S, db, Sb = NOTHING
         if ctx.needs_input_grad[0]:
             wg = w.to(g.dtype)
             dx = (g @ (wg.t() if ctx.flip else wg)).to(x.dtype)
@@ -252,11 +249,7 @@ class RoutedLinear(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w, ids = ctx.saved_tensors
         groups = ctx.groups
-        dx: Any = None
-        dW: Any = None
-        S: Any = None
-        db: Any = None
-        Sb: Any = None
+        dx, dW, S, db, Sb = NOTHING
         if ctx.needs_input_grad[0]:
             wg = w.to(g.dtype)
             dx = (g @ (wg.t() if ctx.flip else wg)).to(x.dtype)
@@ -323,11 +316,7 @@ class Conv(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         groups, geo = ctx.groups, ctx.geo
-        dx: Any = None
-        dW: Any = None
-        S: Any = None
-        db: Any = None
-        Sb: Any = None
+        dx, dW, S, db, Sb = NOTHING
         if ctx.needs_input_grad[0]:
             refuse_penalty("a convolution", ctx.hw, ctx.hb)
             same = x.dtype == g.dtype == w.dtype  # as nearly always: a cast that casts nothing takes its time, too
@@ -402,11 +391,7 @@ class LayerNorm(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w, b, mean, rstd = ctx.saved_tensors
         groups, event = ctx.groups, len(ctx.shape)
-        dx: Any = None
-        dW: Any = None
-        S: Any = None
-        db: Any = None
-        Sb: Any = None
+        dx, dW, S, db, Sb = NOTHING
         if ctx.needs_input_grad[0]:
             dx = torch.ops.aten.native_layer_norm_backward(g, x, ctx.shape, mean, rstd, w, b, [True, False, False])[0]
         hw, hb = wanted(ctx, 2, 4)
@@ -458,11 +443,7 @@ class Affine(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         groups = ctx.groups
-        dx: Any = None
-        dW: Any = None
-        S: Any = None
-        db: Any = None
-        Sb: Any = None
+        dx, dW, S, db, Sb = NOTHING
         if ctx.needs_input_grad[0]:
             dx = g if w is None else g * w.view((1, -1) + (1,) * (x.ndim - 2))
         if ctx.hw is not None and ctx.needs_input_grad[2]:

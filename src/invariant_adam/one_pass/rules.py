@@ -328,7 +328,7 @@ def rms_norm(
     return dispatch(torch.mul, (F.rms_norm(input, tuple(normalized_shape), None, eps), weight), {})
 
 
-def _channel_affine(engine: Engine, name: str, x: Tensor, weight: Any, bias: Any) -> Any:
+def _channel_affine(engine: Engine, x: Tensor, weight: Any, bias: Any) -> Any:
     hw, hb = engine.handle_of(weight), engine.handle_of(bias)
     w, tag_w = parts(engine, hw, weight)
     b, tag_b = parts(engine, hb, bias, 1)
@@ -358,7 +358,7 @@ def group_norm(
     """Group norm: per sample, then a channel's scale and shift."""
     if _channel_place(engine, "group_norm", input, weight, bias) is None:
         return NotImplemented
-    return _channel_affine(engine, "group_norm", F.group_norm(input, num_groups, None, None, eps), weight, bias)
+    return _channel_affine(engine, F.group_norm(input, num_groups, None, None, eps), weight, bias)
 
 
 @rule("addcmul")
@@ -376,7 +376,7 @@ def addcmul(engine: Engine, func: Any, input: Any, tensor1: Any, tensor2: Any, *
         or not _channel_place(engine, "addcmul", x, tensor2, input)
     ):
         return NotImplemented
-    return _channel_affine(engine, "addcmul", x, tensor2, input).movedim(1, -1)
+    return _channel_affine(engine, x, tensor2, input).movedim(1, -1)
 
 
 @rule("instance_norm")
@@ -403,7 +403,7 @@ def instance_norm(
     if _channel_place(engine, "instance_norm", input, weight, bias) is None:
         return NotImplemented
     x = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-    return _channel_affine(engine, "instance_norm", x, weight, bias)
+    return _channel_affine(engine, x, weight, bias)
 
 
 @rule("batch_norm")
@@ -425,7 +425,7 @@ def batch_norm(
         return NotImplemented
     if not training:
         x = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
-        return _channel_affine(engine, "batch_norm", x, weight, bias)
+        return _channel_affine(engine, x, weight, bias)
     hw, hb = held
     entry = next((h.entry for h in held if h is not None and h.entry is not None), None)
     tracked, cumulative = (None, False) if entry is None else (entry.tracked, entry.cumulative)
