@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -503,6 +505,35 @@ def test_refusals_name_the_parameter_and_the_remedy() -> None:
         torch.randn(B, 3, 4),
         match="w goes through __setitem__",
     )
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_of_two_threads_at_once_one_is_refused(same: bool) -> None:
+    """The second comes while the first is opening its context."""
+    opening, refused = Event(), Event()
+
+    class Slow(nn.Linear):
+        def register_forward_pre_hook(self, *args, **options):
+            opening.set()
+            refused.wait(10)
+            return super().register_forward_pre_hook(*args, **options)
+
+    model = Slow(3, 2, dtype=torch.float64)
+    other = model if same else nn.Linear(3, 2)
+    batch = (torch.randn(B, 3, dtype=torch.float64),)
+
+    def square(model: nn.Module, batch: tuple) -> Tensor:
+        return model(*batch).square().mean()
+
+    with ThreadPoolExecutor(1) as threads:
+        exact = threads.submit(assert_exact, model, batch, square, 2)
+        assert opening.wait(10)
+        with pytest.raises(RuntimeError, match="already open, in this thread or in another"), one_pass(other, 2):
+            pass
+        refused.set()
+        exact.result()
+    with one_pass(other, 2):  # which is free again
+        pass
 
 
 def test_usage_errors() -> None:

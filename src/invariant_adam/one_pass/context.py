@@ -108,10 +108,21 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         self.elements = self.room = 0
 
     def __enter__(self) -> one_pass:
-        if State.engine is not None:
-            raise RuntimeError("one_pass is already open; close it before opening another")
-        engine = self.engine
-        entries = engine.refresh(self.model)
+        if not State.lock.acquire(blocking=False):
+            raise RuntimeError(
+                "one_pass is already open, in this thread or in another; close it before opening another, and train "
+                "models that are to run at the same time in processes of their own"
+            )
+        try:
+            self._arm()
+        except BaseException:
+            State.lock.release()
+            raise
+        State.engine = self.engine
+        return self
+
+    def _arm(self) -> None:
+        entries = self.engine.refresh(self.model)
         if self.into is not None:
             _bind(self.into)
         self.undo: list[Any] = []
@@ -135,8 +146,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.param.grad, entry.before = entry.before, None
             self.armed = []
             raise
-        State.engine = engine
-        return self
 
     def _open(self, entries: list[Entry]) -> None:
         engine = self.engine
@@ -191,9 +200,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         trace: TracebackType | None,
     ) -> None:
         State.engine = None
-        self.engine.normed, self.engine.norms = {}, []
-        self._restore()
         try:
+            self.engine.normed, self.engine.norms = {}, []
+            self._restore()
             if kind is None:
                 self._harvest()
         finally:
@@ -205,6 +214,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                     entry.param.grad, entry.companion.grad = entry.before, None
                 entry.shared = entry.before = None
             self.armed, self.waiting = [], []
+            State.lock.release()
 
     def _restore(self) -> None:
         for handle in self.undo:

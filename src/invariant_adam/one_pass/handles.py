@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ _keys = count()
 
 
 class State:
-    """The open engine, if any."""
+    """The open engine, if any: the process's, since backwards may run in threads of their own."""
 
     engine: Engine | None = None
+    lock: ClassVar = Lock()  # held from the opening of a context to the end of its closing
 
 
 class Entry:
