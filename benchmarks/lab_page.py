@@ -71,7 +71,7 @@ def blocks(root, folder):
         "sources": lambda: sources(found),
         "spreads": lambda: spread_rows(found, pair, figure),
         "critical": lambda: critical_rows(found, rows, figure),
-        "warmup": lambda: warmup_rows(found, rows),
+        "warmup": lambda: warmup_rows(found, rows, figure),
         "rivals": lambda: rival_rows(found, paper, figure),
         "tuned": lambda: tuned_rows(found, figure),
         "rules": lambda: rule_rows(found, plain, first),
@@ -113,8 +113,8 @@ class _Figures:
     def __init__(self, root, found):
         self.root, self.models = root, found.models
 
-    def each(self, part, text):
-        for model in self.models:
+    def each(self, part, text, models=None):
+        for model in self.models if models is None else dict.fromkeys(models):
             yield from self.one(f"{model}-{part}", f"{MODELS.get(model, model)}: {text}")
 
     def one(self, name, text):
@@ -201,25 +201,31 @@ def spread_rows(found, pair, figure):
 
 def spread_table(found, pair, *, shorter=False):
     """The paper's comparison; `shorter`: also without the largest batch size."""
-    yield "Spread of invariant Adam (η ∝ B), of standard Adam (η ∝ √B), and their ratio:"
-    yield ""
-    rates = sorted({row.lr0 for row in pair})
-    rows = []
+    first = {}
     for model in dict.fromkeys(row.model for row in pair):
         # of most runs: betas at another batch size would be a stray
         ours = max((row.series for row in pair if row.model == model), key=lambda s: len(found.group(model, s)))
-        ours = next((row.series for row in pair if (row.model, row.series.rival) == (model, ours.rival)), ours)
+        first[model] = next((r.series for r in pair if (r.model, r.series.rival) == (model, ours.rival)), ours)
+    having = {lr0: sum(bool(_beside(found, model, ours, lr0)[0]) for model, ours in first.items())
+                for lr0 in sorted({row.lr0 for row in pair})}  # fmt: skip
+    tried = [lr0 for lr0, models in having.items() if models]
+    rates = [lr0 for lr0 in tried if having[lr0] > 1] or tried  # what one model alone has is blank in the other rows
+    yield "Spread of invariant Adam (η ∝ B), of standard Adam (η ∝ √B), and their ratio" + (
+        ":" if rates == tried else ", at the learning rates that several models have:"
+    )
+    yield ""
+    rows = []
+    for model, ours in first.items():
         cells = [_beside(found, model, ours, lr0) for lr0 in rates]
         widest = max((sizes for _, sizes in cells), key=len)
         epochs = max(len(run.losses) for run in found.group(model, ours))
-        rows.append([f"{title(model)}, B = {listed(widest)}, {epochs} epochs", *_named(cells, widest)])
+        micro = f", M = {ours.micro_batch_size}" * bool(ours.micro_batch_size)
+        name = f"{title(model)}{micro}, B = {listed(widest)}, {epochs} epochs"
+        rows.append([name, *_named(cells, widest)])
         cells = [_beside(found, model, ours, lr0, without=widest[-1]) for lr0 in rates] if shorter and widest else []
         if any(text for text, _ in cells):
             rows.append([f"the same without B = {widest[-1]}", *_named(cells, widest[:-1])])
-    columns = [("", *(f"η₀ = {rate(lr0)}" for lr0 in rates)), *rows]
-    columns = [column for column in zip(*columns, strict=True) if any(column[1:])]
-    head, *rows = zip(*columns, strict=True)
-    yield from table(head, rows)
+    yield from table(("", *(f"η₀ = {rate(lr0)}" for lr0 in rates)), rows)
 
 
 def _beside(found, model, ours, lr0, without=None):
@@ -279,8 +285,8 @@ def critical_rows(found, rows, figure):
     yield from figure.one("spread", "spread over batch sizes against the learning rate")
 
 
-def warmup_rows(found, rows):
-    cells = []
+def warmup_rows(found, rows, figure):
+    cells, models = [], []
     for row in rows:
         model, warm, lr0 = row[:3]
         cold = warm._replace(warmup_samples=0)
@@ -294,25 +300,28 @@ def warmup_rows(found, rows):
             ratios = [times(ratio(four[i].value, four[i + 2].value)) + said for i in (0, 1)] if four else ratios
         label = f"{lab.NAMES[warm.algorithm]}, {warm.law}"
         values = (*(say(spread.value) for spread in pair), *ratios)
+        models.append(model)
         cells.append((title(model), label, rate(lr0), f"{warm.warmup_samples:,}", over(pair[0]), *values))
     if cells:
         yield "## A warm-up in samples"
         yield ""
         head = ("model", "optimizer", "η₀", "samples", "batch sizes", "spread without", "spread with", "ratio without")
         yield from table((*head, "ratio with"), cells)
+        yield from figure.each("curves-warmup", "losses and accuracies over epochs with a warm-up", models)
 
 
 RIVALS = (("standard", "linear"), ("adama", "square_root"), ("adama", "linear"), ("halflife", "none"))
 
 
 def rival_rows(found, paper, figure):
-    cells = []
+    cells, models = [], []
     for model, series, lr0 in (row[:3] for row in paper if row.series[:2] in RIVALS):
         for ours in dict.fromkeys(r.series for r in paper if (r.model, r.series[:2]) == (model, PAPER)):
             if ours.rival == series.rival:
                 spreads = alike(found, *((model, s, lr0) for s in (series, ours, ours.rival)))
                 label = f"{lab.NAMES[series.algorithm]}, {series.law}"
                 if spreads:
+                    models.append(model)
                     cells.append((title(model), rate(lr0), over(spreads[0]), label, *(say(s.value) for s in spreads)))
     if not cells:
         return
@@ -320,7 +329,7 @@ def rival_rows(found, paper, figure):
     yield ""
     names = ("Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B")
     yield from table(("model", "η₀", "batch sizes", "rival", "its spread", *names), cells)
-    yield from figure.each("all", "training loss and test accuracy of every optimizer")
+    yield from figure.each("all", "training loss and test accuracy of every optimizer", models)
 
 
 def tuned_rows(found, figure):
@@ -387,8 +396,8 @@ def micro_rows(found):
     if cells:
         yield "## (c) What M does"
         yield ""
-        yield "The spread over batch sizes that every M with several has, and what is reached at the largest that most"
-        yield "of them have, after the same samples:"
+        yield "The spread over the batch sizes that every M with several has (each over its own, where they have fewer"
+        yield "than two in common), and what is reached at the largest that most of them have, after the same samples:"
         yield ""
         head = ("model", "η₀", "M", "spread", "over B =", "training loss", "test accuracy", "at B =")
         yield from table(head, cells)
@@ -403,8 +412,9 @@ def _micro(found, model, lr0, ours):
     if len(at) < 2:
         return
     several = [series for series, groups in runs.items() if len(groups) > 1]
-    spreads = alike(found, *((model, series, lr0) for series in several)) if len(several) > 1 else []
-    spreads = dict(zip(several, spreads, strict=True)) if spreads else {}
+    spreads = alike(found, *((model, series, lr0) for series in several)) if several else []
+    spreads = spreads or [lab.measure(found.group(model, series, lr0)) for series in several]
+    spreads = {series: spread for series, spread in zip(several, spreads, strict=True) if not math.isnan(spread.value)}
     seeds = set.intersection(*({run.seed for run in group} for group in at.values()))
     at = {series: [run for run in group if run.seed in seeds] for series, group in at.items()}
     samples = lab.fixed_samples(run for group in at.values() for run in group)

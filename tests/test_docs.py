@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,17 @@ def test_every_micro_batch_size_is_compared_where_the_others_are(uneven_page):
         assert row["training loss"] == f"{last['train_loss']:.4g}"
 
 
+def test_a_micro_batch_size_that_has_no_other_beside_it_has_its_own_spread(pages, tmp_path):
+    found = [r for r in uneven() if not same(r, batch_size=100, micro_batch_size=100, lr0=1e-4)]
+    write(tmp_path / pages.LAB / "uneven", found)
+    shown = {(row["η₀"], row["M"]): row for row in tables(filled(pages, tmp_path), "micro")}
+    assert shown["0.0003", "25"]["over B ="] == "100, 400"  # beside M = 100
+    row = shown["0.0001", "25"]
+    value = sum(by_hand(found, (25, 100, 400, 800), lr0=1e-4, seed=seed, **OURS) for seed in (0, 1, 2)) / 3
+    assert (row["spread"], row["over B ="]) == (f"{value:.2g}", "25, 100, 400, 800; 3 seeds")
+    assert shown["0.0001", "100"]["spread"] == ""
+
+
 def test_the_best_learning_rates_of_a_row_were_all_tried_by_all_of_it(uneven_page):
     _, text = uneven_page
     shown = [row for row in tables(text, "tuned") if any("M = 400" in name for name in row)]
@@ -223,7 +235,7 @@ def test_the_best_learning_rates_of_a_row_were_all_tried_by_all_of_it(uneven_pag
     }
     assert [row[""] for row in shown] == ["training loss", "test accuracy"] * 4
     empty = {row["B"]: [name for name, cell in row.items() if not cell] for row in shown}
-    micro = "Invariant Adam, η ∝ B, linear, M = {}".format
+    micro = "Invariant Adam, η ∝ B, M = {}".format
     assert empty == {"25": [micro(100), micro(400)], "100": [micro(400)], "400": [], "800": [micro(100), micro(400)]}
     assert "ResNet-18, batch norm, after 150,000 samples:" in text
 
@@ -231,7 +243,7 @@ def test_the_best_learning_rates_of_a_row_were_all_tried_by_all_of_it(uneven_pag
 def test_the_spreads_name_their_batch_sizes_and_how_far_seeds_lie_apart(uneven_page):
     found, text = uneven_page
     shown = {row[""]: row for row in tables(text, "spreads")}
-    row = shown["ResNet-18, batch norm, B = 25, 100, 400, 800, 3 epochs"]
+    row = shown["ResNet-18, batch norm, M = 25, B = 25, 100, 400, 800, 3 epochs"]
     sides = [
         [by_hand(found, (25, 100, 400, 800), lr0=1e-4, seed=seed, **side) for seed in (0, 1, 2)]
         for side in (OURS, THEIRS)
@@ -242,12 +254,36 @@ def test_the_spreads_name_their_batch_sizes_and_how_far_seeds_lie_apart(uneven_p
     assert cell.startswith(f"{means[0]:.2g}, {means[1]:.2g}: **{means[1] / means[0]:.0f}** (3 seeds: ")
     assert cell.endswith(f": {min(ratios):.0f}–{max(ratios):.0f})")
     assert min(ratios) < means[1] / means[0] < max(ratios)
-    assert row["η₀ = 0.0003"].endswith(" (B = 100, 400)")
     assert "seeds" not in row["η₀ = 1e-5"]
-    assert "η₀ = 0.003" not in row  # the stray run
+    assert shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]["η₀ = 0.001"] == ""
     without = next(row for row in tables(text, "spreads") if row[""] == "the same without B = 800")
     below, above = (by_hand(found, (25, 100, 400), lr0=1e-5, **side) for side in (OURS, THEIRS))
     assert without["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}**"
+
+
+def test_the_spreads_are_at_learning_rates_that_several_models_have(pages, uneven_page, tmp_path):
+    found, text = uneven_page
+    names = [f"η₀ = {lr0}" for lr0 in ("1e-5", "0.0001", "0.001")]
+    assert list(tables(text, "spreads")[0]) == ["", *names]  # neither 3e-4 of batch norm alone nor the stray run
+    assert "and their ratio, at the learning rates that several models have:" in text
+    write(tmp_path / pages.LAB / "uneven", [row for row in found if same(row, model="resnet-bn")])
+    text = filled(pages, tmp_path)
+    row = tables(text, "spreads")[0]
+    assert list(row) == ["", *names[:2], "η₀ = 0.0003", *names[2:]]
+    assert row["η₀ = 0.0003"].endswith(" (B = 100, 400)")
+    assert "and their ratio:" in text
+
+
+def test_figures_are_linked_of_the_models_in_the_table(pages, tmp_path):
+    short = {"sizes": (25, 400), "rates": (1e-4,), "epochs": 3}
+    found = rows(algorithms=(*PAIR, ("adama", "linear")), **short) + rows("vit", warmups=(0, 50_000), **short)
+    write(tmp_path / pages.LAB / "both", found)
+    figures = tmp_path / "docs" / "figures" / "lab"
+    figures.mkdir(parents=True)
+    for name in ("all", "curves-warmup"):
+        for model in ("resnet-bn", "vit"):
+            (figures / f"{model}-{name}.png").touch()
+    assert re.findall(r"figures/lab/(.*)\.png", filled(pages, tmp_path)) == ["vit-curves-warmup", "resnet-bn-all"]
 
 
 def test_what_one_side_lacks_is_not_in_the_spread_of_the_other(pages, tmp_path):
@@ -256,12 +292,12 @@ def test_what_one_side_lacks_is_not_in_the_spread_of_the_other(pages, tmp_path):
     found = [r for r in found if not same(r, model="resnet-ln", algorithm="standard", lr0=1e-5)]
     write(tmp_path / pages.LAB / "uneven", found)
     shown = {row[""]: row for row in tables(filled(pages, tmp_path), "spreads")}
-    row = shown["ResNet-18, batch norm, B = 25, 100, 400, 800, 3 epochs"]
+    row = shown["ResNet-18, batch norm, M = 25, B = 25, 100, 400, 800, 3 epochs"]
     below, above = (by_hand(found, (100, 400, 800), lr0=1e-5, **side) for side in (OURS, THEIRS))
     assert row["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}** (B = 100, 400, 800)"
     assert " (3 seeds, B = 25, 100, 800: " in row["η₀ = 0.0001"]  # no mean over other batch sizes
     alone = by_hand(found, (100, 400, 800), lr0=1e-5, model="resnet-ln", **OURS)
-    row = shown["ResNet-18, layer norm, B = 100, 400, 800, 3 epochs"]
+    row = shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]
     assert row["η₀ = 1e-5"] == f"invariant alone: {alone:.2g}"
 
 

@@ -297,6 +297,20 @@ def test_conditions_are_kept_apart_and_named(tmp_path):
     assert "Standard Adam, η ∝ √B, warm-up 50,000" in labels
 
 
+def test_a_label_tells_a_series_from_the_others_of_its_model(tmp_path):
+    found = rows(**SMALL) + rows("vit", FULL[:3], **SMALL) + rows("gpt", micro=8, **SMALL)
+    found += rows("vit", PAIR[:1], micro=100, **SMALL | {"sizes": (100, 400)})
+    results = load(write(tmp_path, found))
+    ours = {model: results.series(model)[0] for model in results.models}
+    assert {model: results.label(model, series) for model, series in ours.items()} == {
+        "resnet-bn": "Invariant Adam, η ∝ B",
+        "vit": "Invariant Adam, η ∝ B, linear, M = 25",
+        "gpt": "Invariant Adam, η ∝ B",
+    }
+    exponential = ours["vit"]._replace(rule="exponential")
+    assert results.label("vit", ours["vit"], among=[ours["vit"], exponential]) == "Invariant Adam, η ∝ B, linear"
+
+
 def test_grids_in_folders_are_read_together(tmp_path):
     for model in ("resnet-ln", "vit"):
         write(tmp_path / model, rows(model, **SMALL), model=model)
@@ -369,7 +383,7 @@ def test_panels_of_unequal_batch_sizes_say_so(tmp_path):
         return [re.sub(r"\s+", " ", ax.get_title(loc="left")) for ax in drawn[name].axes if ax.get_title(loc="left")]
 
     every = titles("resnet-bn-all")
-    assert "Invariant Adam, η ∝ B, linear, M = 100, B = 100, 400, 800" in every  # with the stray run
+    assert "Invariant Adam, η ∝ B, M = 100, B = 100, 400, 800" in every  # with the stray run
     assert any(title.endswith("warm-up 25,000, B = 25, 800") for title in every)
     assert not any("B = 25" in title for title in titles("resnet-bn-curves"))  # both have the same
     assert titles("spread") == [
@@ -378,10 +392,17 @@ def test_panels_of_unequal_batch_sizes_say_so(tmp_path):
         "ViT, QK-norm, B = 25, 100, 400",
     ]
     labels = [text.get_text() for text in drawn["spread"].legends[0].get_texts()]
-    assert "hollow: fewer batch sizes" in labels  # η₀ = 3e-4, at B = 100 and 400
-    assert not any("M = 100" in label or "warm-up" in label or "accumulated" in label for label in labels)
+    # Hollow: η₀ = 3e-4, at B = 100 and 400. What is not drawn does not lengthen the names of what is.
+    assert labels == ["Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B", "hollow: fewer batch sizes"]
     ticks = [text.get_text() for text in drawn["resnet-bn-best"].axes[0].get_xticklabels()]
     assert ticks == [f"{size}\n(3 η₀)" for size in (25, 100, 400, 800)]
+
+
+def test_a_warm_up_at_one_batch_size_has_no_figure_of_its_own(tmp_path):
+    cold, warm = rows(**SMALL), {"warmups": (50_000,), "largest": 400, "rates": (1e-4,), "epochs": 3}
+    for sizes in ((400,), (100, 400)):
+        results = load(write(tmp_path, cold + rows(sizes=sizes, **warm)))
+        assert ("resnet-bn-curves-warmup" in dict(figures.figures(results))) == (len(sizes) > 1)
 
 
 def test_points_of_fewer_batch_sizes_are_hollow_and_on_no_line(tmp_path):

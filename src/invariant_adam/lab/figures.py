@@ -23,7 +23,6 @@ from . import record
 from .results import (
     METRICS,
     MODELS,
-    NAMES,
     TOLERANCE,
     Results,
     Run,
@@ -76,12 +75,14 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
             shown: set[str] = set()
             for pair in pairs:
                 name = "-".join((model, "curves", *(["warmup"] if pair[0].warmup_samples else [])))
-                if name not in shown:  # the paper's pair; others are in the figure of all
+                # A warm-up is compared over batch sizes, not with what had none.
+                alone = bool(pair[0].warmup_samples) and not any(_several(results, model, series) for series in pair)
+                if name not in shown and not alone:  # the paper's pair; others are in the figure of all
                     shown.add(name)
                     yield name, curves_figure(results, model, pair, METRICS)
             if set(every) != {series for pair in pairs[:1] for series in pair}:
                 yield f"{model}-all", curves_figure(results, model, every, ("train_loss", "test_accuracy"))
-            constant = [series for series in every if len(by_batch_size(results.group(model, series))) > 1]
+            constant = [series for series in every if _several(results, model, series)]
             if constant:
                 yield f"{model}-batch-size", batch_size_figure(results, model, constant)
                 if any(len(row.tried) > 1 for row in best(results, model, "train_loss")):
@@ -117,41 +118,45 @@ def spread_figure(results: Results) -> Figure:
     A panel is over the batch sizes that its series usually have. A point that lacks some would look closer than it is:
     it is hollow and on no line. A series of such points alone is left to the tables, but for the others' rival.
     """
-    rows = spreads(results)
-    models = [m for m in results.models if any(r.model == m and not math.isnan(r.spread.value) for r in rows)]
+    rows = [row for row in spreads(results) if not math.isnan(row.spread.value)]
+    models = [model for model in results.models if any(row.model == model for row in rows)]
     figure = Figure(figsize=(max(6.4, 3.7 * len(models)), 4.1), layout="constrained")
     axes = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
-    finite = [row.spread.value for row in rows if math.isfinite(row.spread.value) and row.spread.value > 0]
+    finite = [row.spread.value for row in rows if math.isfinite(row.spread.value)]
     ceiling = 2.5 * max([*finite, TOLERANCE])
+    common = {model: set(usual(row for row in rows if row.model == model)) for model in models}
+    whole = {(r.model, r.series) for r in rows if common[r.model] <= set(r.spread.batch_sizes)}
+    whole |= {(model, series.rival) for model, series in whole}
+    rows = [row for row in rows if row.spread.value > 0 and (row.model, row.series) in whole]  # no log axis has 0
+    drawn = {model: list(dict.fromkeys(row.series for row in rows if row.model == model)) for model in models}
+    # One legend for all panels, in which the paper's two have one name whatever else a model was tried with.
+    labels = {(m, s): results.label(m, s, among=drawn[m]) for m in models for s in drawn[m]}
+    styles = _looks((series, label) for (_, series), label in labels.items())
     handles: dict[str, Line2D] = {}
     lacking = False
     for ax, model in zip(axes, models, strict=True):
-        looks = _series_looks(results, model)
-        sizes = set(usual(row for row in rows if row.model == model))
-        whole = {r.series for r in rows if r.model == model and sizes <= set(r.spread.batch_sizes)}
-        for series in results.series(model):
+        sizes = common[model]
+        for series in drawn[model]:
             points = [(r.lr0, r.spread) for r in rows if (r.model, r.series) == (model, series)]
-            points = [(lr0, s) for lr0, s in points if s.value > 0]  # not nan; nor 0, which no log axis has
-            if not points or series not in whole | {other.rival for other in whole}:
-                continue
             fewer = [(lr0, s) for lr0, s in points if not sizes <= set(s.batch_sizes)]
-            label = results.label(model, series)
+            label = labels[model, series]
+            look = styles[label]
             hollow: Any = {"linestyle": "", "markerfacecolor": "white", "zorder": 4}
             for shown, more in (([p for p in points if p not in fewer], {"label": label}), (fewer, hollow)):
                 y = [min(s.value, ceiling) for _, s in shown]
-                (line,) = ax.plot([lr0 for lr0, _ in shown], y, **looks[series] | more)
+                (line,) = ax.plot([lr0 for lr0, _ in shown], y, **look | more)
                 if more is not hollow:
                     handles.setdefault(label, line)
             lacking = lacking or bool(fewer)
             wild = [lr0 for lr0, s in points if math.isinf(s.value)]
             for lr0 in wild:
-                ax.plot(lr0, ceiling, "^", color=looks[series]["color"], markersize=11)
+                ax.plot(lr0, ceiling, "^", color=look["color"], markersize=11)
                 place: Any = {"textcoords": "offset points", "ha": "right", "va": "center"}
                 ax.annotate("diverged", (lr0, ceiling), (-9, 0), **place, color=FAINT, fontsize=9)
             for lr0, s in points:  # the seeds, where there are several
                 if len(s.per_seed) > 1 and math.isfinite(s.value):
                     values = list(s.per_seed.values())
-                    ax.plot([lr0] * len(values), values, ".", color=looks[series]["color"], alpha=0.45, markersize=4)
+                    ax.plot([lr0] * len(values), values, ".", color=look["color"], alpha=0.45, markersize=4)
         ax.axhline(TOLERANCE, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         ax.set_xscale("log")
         dress(ax, log=True)
@@ -204,14 +209,16 @@ def best_figure(results: Results, model: str) -> Figure:
     chosen = {metric: rows for metric, rows in chosen.items() if any(len(row.tried) > 1 for row in rows)}
     figure = Figure(figsize=(3.7 * len(chosen), 4.1), layout="constrained")
     axes = figure.subplots(1, len(chosen), squeeze=False)[0]
-    looks = _series_looks(results, model)
+    labels = {series: results.label(model, series) for series in results.series(model)}
+    styles = _looks(labels.items())
     for ax, (metric, rows) in zip(axes, chosen.items(), strict=True):
-        for series in dict.fromkeys(row.series for row in rows):
+        for series in [s for s in labels if any(row.series == s for row in rows)]:
+            look = styles[labels[series]]
             points = [row for row in rows if row.series == series]
             x, y = [row.batch_size for row in points], [row.value for row in points]
-            ax.plot(x, y, **looks[series], label=results.label(model, series))
+            ax.plot(x, y, **look, label=labels[series])
             edge = [(row.batch_size, row.value) for row in points if row.at_edge]
-            hollow = {**looks[series], "linestyle": "", "markerfacecolor": "white", "zorder": 4}
+            hollow = {**look, "linestyle": "", "markerfacecolor": "white", "zorder": 4}
             ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
         dress(ax, log=metric.endswith("loss"))
         tried = {row.batch_size: f"{row.batch_size}\n({len(row.tried)} η₀)" for row in rows}
@@ -381,20 +388,15 @@ def render(figure: Figure, form: str) -> bytes:
     return buffer.getvalue()
 
 
-def _series_looks(results: Results, model: str) -> dict[Series, dict[str, Any]]:
+def _looks(labels: Iterable[tuple[Series, str]]) -> dict[str, dict[str, Any]]:
     """Colour by algorithm; line and marker by what else tells series of one algorithm apart."""
-    labels: dict[str, list[str]] = {name: [] for name in NAMES}
-    for other in results.models:  # the same label looks the same in every panel
-        for series in results.series(other):
-            label = results.label(other, series)
-            if label not in labels[series.algorithm]:
-                labels[series.algorithm].append(label)
-    looks = {}
-    for series in results.series(model):
-        variant = labels[series.algorithm].index(results.label(model, series))
-        line, marker = VARIANTS[variant % len(VARIANTS)]
+    looks: dict[str, dict[str, Any]] = {}
+    for series, label in labels:
         colour = ALGORITHMS[series.algorithm]
-        looks[series] = {"color": colour, "linestyle": line, "marker": marker, "linewidth": 2, "markersize": 6}
+        variant = sum(look["color"] == colour for name, look in looks.items() if name != label)
+        line, marker = VARIANTS[variant % len(VARIANTS)]
+        new = {"color": colour, "linestyle": line, "marker": marker, "linewidth": 2, "markersize": 6}
+        looks.setdefault(label, new)  # the same label looks the same in every panel
     return looks
 
 
@@ -404,6 +406,10 @@ def _marker(label: str, marker: str, **style: Any) -> Line2D:
 
 def _dot(values: Sequence[float]) -> str | None:
     return "o" if len(values) == 1 else None  # a line needs two points
+
+
+def _several(results: Results, model: str, series: Series) -> bool:
+    return len(by_batch_size(results.group(model, series))) > 1
 
 
 def _measured(run: Run, metric: str) -> bool:

@@ -115,15 +115,15 @@ class Results(NamedTuple):
             found, key=lambda s: (s.warmup_samples, algorithms.index(s.algorithm), rules.index(s.rule), s[2:])
         )
 
-    def label(self, model: str, series: Series) -> str:
-        """Name a series by what tells it from the others."""
-        same = {run.series for run in self.runs if run.series.algorithm == series.algorithm}
+    def label(self, model: str, series: Series, among: Iterable[Series] = ()) -> str:
+        """Name a series by what tells it from the others of its model, or from those of them that are `among`."""
+        same = [s for s in tuple(among) or self.series(model) if s.algorithm == series.algorithm]
         parts = [NAMES[series.algorithm]] + ([series.law] if series.algorithm != "micro" else [])
         if len({s.rule for s in same if s.law == series.law}) > 1:
             parts.append(series.rule)
         if len({s.micro_batch_size for s in same}) > 1:
             parts.append(f"M = {series.micro_batch_size}")
-        if sum(s._replace(max_batch_size=series.max_batch_size) == series for s in self.series(model)) > 1:
+        if sum(s._replace(max_batch_size=series.max_batch_size) == series for s in same) > 1:
             parts.append(f"betas at {series.max_batch_size}")
         if series.warmup_samples:
             parts.append(f"warm-up {series.warmup_samples:,}")
