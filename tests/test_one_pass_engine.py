@@ -463,10 +463,26 @@ def test_mixed_samples_are_refused(function, shape: tuple[int, ...], match: str 
         refused(model, x, match=match)
 
 
-def test_a_penalty_on_a_parameter_in_the_loss_is_refused_by_name() -> None:
-    model = nn.Linear(3, 2)
-    with pytest.raises(UnsupportedUse, match="weight"), one_pass(model, 2):
-        (model(torch.randn(B, 3)).square().mean() + model.weight.square().sum()).backward()
+ALONE = "value made of m.0.weight alone {}.*Add a penalty to the loss of each sample inside the model"
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("join", [torch.add, lambda a, b: torch.stack((a, b)).sum()])
+def test_a_penalty_on_a_parameter_in_the_loss_is_refused_by_name(check: bool, join) -> None:
+    model = Apply(lambda s, x: s.m[0](x), nn.Linear(3, 2))
+    meets = ALONE.format("goes through (add|stack) with a scalar")
+    with pytest.raises(UnsupportedUse, match=meets), one_pass(model, 2, check=check):
+        join(model(torch.randn(B, 3)).square().mean(), model.m[0].weight.square().sum()).backward()
+
+
+@pytest.mark.parametrize("alone", [lambda w: w.square().sum(), lambda w: w.norm(), lambda w: w.t()])
+def test_a_value_of_parameters_alone_that_the_model_returns_is_refused_by_name(alone) -> None:
+    model = Apply(lambda s, x: (s.m[0](x), alone(s.m[0].weight)), nn.Linear(3, 2))
+    with pytest.raises(UnsupportedUse, match=ALONE.format("is returned by the model")), one_pass(model, 2):
+        model(torch.randn(B, 3))
+    looked_at = Apply(lambda s, x: (s.m[0](x), alone(s.m[0].weight).detach()), nn.Linear(3, 2)).double()
+    batch = (torch.randn(B, 3, dtype=torch.float64),)
+    assert_exact(looked_at, batch, lambda model, batch: model(*batch)[0].square().mean(), 2)
 
 
 def test_refusals_name_the_parameter_and_the_remedy() -> None:

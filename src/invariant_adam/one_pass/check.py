@@ -27,7 +27,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .against_loop import check_gradients, coincides, few_of, of_few
-from .groups import Groups, UnsupportedUse
+from .groups import Groups, UnsupportedUse, without_samples
+from .handles import Lifted
 from .probe import TOLERANCE, Probe, Record, close, cut, freed, plainly, redrawn, run
 from .routing import sample_groups
 
@@ -97,6 +98,7 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
         for _ in range(8):
             base, outputs = run(engine, model, args, kwargs)
             uses, written = dict(engine.uses), engine.written
+            alone = [o for o in outputs if isinstance(o, Lifted)]
             _find_leaks(engine, outputs)
             outputs = freed(outputs)
             if not ghosts:
@@ -117,6 +119,8 @@ def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: 
                 break
         else:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
+        for o in alone:
+            raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
         del base
         _compare_unrounded(engine, model, args, kwargs)
         _check_buffers(engine, model, args, kwargs, written)

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .functions import Expand
-from .groups import Groups, UnsupportedUse
+from .groups import Groups, UnsupportedUse, without_samples
 from .handles import Entry, Handle, Lifted, State, lift
 
 if TYPE_CHECKING:
@@ -306,6 +306,8 @@ def _batch_axis(engine: Engine, name: str, names: str, leaves: list[Any], batche
     for a, b in zip(leaves, batched, strict=True):
         if b:
             axis = engine.axis_of(a)
+            if a.ndim == 0:
+                raise without_samples(names, f"goes through {name} with a scalar of the batch")
             if axis is None:
                 raise UnsupportedUse(
                     f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in "

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..kernels.gemm_square import wide
 from . import batch_norm
 from .dispatch import OnePassParameter, expanded
-from .groups import Groups, UnsupportedUse
+from .groups import Groups, UnsupportedUse, without_samples
 from .handles import Entry, Handle, Lifted, apart
 from .probe import Probe
 from .routing import group_ids
@@ -220,6 +220,8 @@ class Engine:
             if self.probe is not None:
                 self.probe.constant(self.names(held), name, x)
             return None
+        if x.ndim == 0:
+            raise without_samples(self.names(held), f"goes through {name} with a scalar of the batch")
         axis = self.groups.axis_of(x.shape, x.ndim - event)
         if self.axes:
             axis = self.axes.get((self.names(held), name), axis)

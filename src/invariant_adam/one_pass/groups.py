@@ -23,6 +23,21 @@ class UnsupportedUse(RuntimeError):  # noqa: N818 - it names what happened
     """A parameter is used in a way that one pass cannot square exactly."""
 
 
+def without_samples(names: str, what: str) -> UnsupportedUse:
+    """The refusal of a value made of parameters alone that meets no sample: a penalty.
+
+    Args:
+        names: of the parameters.
+        what: happens to the value.
+    """
+    return UnsupportedUse(
+        f"a value made of {names} alone {what}: it belongs to no sample, so that no micro-batch has a share of its "
+        "gradient. Add a penalty to the loss of each sample inside the model (losses + penalty, whose mean is then "
+        "taken), decouple it (weight_decay= of the optimizer), or loop over micro-batches; return value.detach() where "
+        "it is only to be looked at"
+    )
+
+
 class Part(NamedTuple):
     """A run of groups of one size: groups [lo, hi), samples [first, last)."""
 
