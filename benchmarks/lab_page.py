@@ -74,10 +74,10 @@ def blocks(root, folder):
         "warmup": lambda: warmup_rows(found, rows, figure),
         "rivals": lambda: rival_rows(found, paper, figure),
         "tuned": lambda: tuned_rows(found, figure),
-        "rules": lambda: rule_rows(found, plain, first),
-        "micro": lambda: micro_rows(found),
+        "rules": lambda: rule_rows(found, plain, first, figure),
+        "micro": lambda: micro_rows(found, figure),
         "ramp": lambda: ramp_rows(found, figure),
-        "norm": lambda: norm_rows(found, paper),
+        "norm": lambda: norm_rows(found, paper, figure),
         "seconds": lambda: second_rows(found, record.read_json(root / SECONDS)),
         "remarks": lambda: remark_rows(found),
     }
@@ -372,7 +372,7 @@ def _best(row):
     return f"*{text}*" if row.at_edge else text
 
 
-def rule_rows(found, plain, first):
+def rule_rows(found, plain, first, figure):
     cells = []
     for model, series, lr0 in (row[:3] for row in plain):
         if series[:3] == ("invariant", "exponential", first[model]):
@@ -383,9 +383,10 @@ def rule_rows(found, plain, first):
         yield "## (b) The linear or the exponential rule"
         yield ""
         yield from table(("model", "η₀", "batch sizes", "spread, linear", "spread, exponential"), cells)
+        yield from figure.each("rules", "difference between batch sizes over epochs, by either rule")
 
 
-def micro_rows(found):
+def micro_rows(found, figure):
     cells = []
     for model in found.models:
         every = [s for s in found.series(model) if s[:2] == PAPER and not s.warmup_samples]
@@ -401,13 +402,13 @@ def micro_rows(found):
         yield ""
         head = ("model", "η₀", "M", "spread", "over B =", "training loss", "test accuracy", "at B =")
         yield from table(head, cells)
+        yield from figure.each("micro", "what each M reaches against the learning rate, at one batch size")
 
 
 def _micro(found, model, lr0, ours):
     """The rows of one learning rate: a row for each M."""
     runs = {series: lab.by_batch_size(found.group(model, series, lr0)) for series in ours}
-    size = max(sorted({b for groups in runs.values() for b in groups}), default=0,
-               key=lambda b: (sum(b in groups for groups in runs.values()), b))  # fmt: skip
+    size = lab.common_size(runs.values())
     at = {series: groups[size] for series, groups in runs.items() if size in groups}
     if len(at) < 2:
         return
@@ -455,7 +456,7 @@ def ramp_rows(found, figure):
         yield from figure.each("ramp", "a ramped batch size over constant ones")
 
 
-def norm_rows(found, paper):
+def norm_rows(found, paper, figure):
     if not any(row.series.algorithm == "accumulate" for row in paper):
         return
     yield "## (e) Batch norm against layer norm"
@@ -478,6 +479,7 @@ def norm_rows(found, paper):
                 cells.append((title(model), rate(lr0), over(spreads[0]), *texts, *[""] * (5 - len(texts))))
     names = ("invariant", "standard", "standard, accumulated", "layer norm: invariant", "layer norm: standard")
     yield from table(("model", "η₀", "batch sizes", *(f"spread, {name}" for name in names)), cells)
+    yield from figure.each("norm", "difference between batch sizes over epochs, beside layer norm")
 
 
 WAYS = ("loop", "lab")  # of benchmarks/lab_seconds.py

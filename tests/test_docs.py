@@ -280,10 +280,22 @@ def test_figures_are_linked_of_the_models_in_the_table(pages, tmp_path):
     write(tmp_path / pages.LAB / "both", found)
     figures = tmp_path / "docs" / "figures" / "lab"
     figures.mkdir(parents=True)
-    for name in ("all", "curves-warmup"):
+    for name in ("all", "curves-warmup", "rules", "micro", "norm"):
         for model in ("resnet-bn", "vit"):
             (figures / f"{model}-{name}.png").touch()
     assert re.findall(r"figures/lab/(.*)\.png", filled(pages, tmp_path)) == ["vit-curves-warmup", "resnet-bn-all"]
+
+
+def test_every_question_has_its_figure(pages, tmp_path):
+    write(tmp_path / pages.LAB / "uneven", uneven())
+    figures = tmp_path / "docs" / "figures" / "lab"
+    figures.mkdir(parents=True)
+    kept = {"tuned": "vit-best", "rules": "vit-rules", "micro": "resnet-bn-micro", "norm": "resnet-bn-norm"}
+    for name in kept.values():
+        (figures / f"{name}.png").touch()
+    text = filled(pages, tmp_path)
+    for block, name in kept.items():
+        assert f"](figures/lab/{name}.png)\n<!-- /{block} -->" in text
 
 
 def test_what_one_side_lacks_is_not_in_the_spread_of_the_other(pages, tmp_path):

@@ -360,7 +360,7 @@ def test_the_command_draws_everything_there_are_runs_for(tmp_path):
     result = run(write(tmp_path / "grid", found), "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    parts = ("curves", "curves-warmup", "all", "batch-size", "best", "ramp")
+    parts = ("curves", "curves-warmup", "all", "batch-size", "best", "rules", "ramp")
     drawn = {f"resnet-bn-{part}.{form}" for part in parts for form in ("png", "svg")}
     assert names == drawn | {"spread.png", "spread.svg", "spreads.json", "report.html"}
     for name in names:
@@ -417,6 +417,70 @@ def test_points_of_fewer_batch_sizes_are_hollow_and_on_no_line(tmp_path):
         (False, "-", []),
         (True, "None", [1e-4, 3e-4, 1e-3]),
     ]
+
+
+def loss(found, **settings):
+    """The training losses over epochs of the run with these settings, from the rows of the file."""
+    settings = {"model": "resnet-bn", "seed": 0, "warmup_samples": 0, "micro_batch_size": 25, "ramp": ""} | settings
+    return [row["train_loss"] for row in found if same(row, **settings)]
+
+
+def test_the_rules_are_drawn_beside_each_other_over_what_both_have(tmp_path):
+    found = uneven()
+    figure = dict(figures.figures(load(write(tmp_path, found))))["vit-rules"]
+    assert [ax.get_title(loc="left").split()[-1] for ax in figure.axes[:2]] == ["linear", "exponential"]
+    for i, ax in enumerate(figure.axes):  # a row for each η₀, a column for each rule
+        run = {"model": "vit", "algorithm": "invariant", "rule": ("linear", "exponential")[i % 2]}
+        small, large = (loss(found, lr0=(1e-4, 1e-3)[i // 2], batch_size=size, **run) for size in (100, 400))
+        base, other = (line.get_ydata() for line in ax.lines if len(line.get_xdata()) == 3)  # not the one at 0
+        assert list(base) == [0, 0, 0]
+        assert list(other) == pytest.approx([100 * (b / a - 1) for a, b in zip(small, large, strict=True)])
+        assert ax.get_ylim() == figure.axes[i - i % 2].get_ylim()
+    assert figure.axes[2].get_ylabel() == "η₀ = 10⁻³: difference\nfrom B = 100, %"
+
+
+@pytest.mark.parametrize(("lacking", "panels"), [((), 5), ((100, 400), 3)])
+def test_norms_are_drawn_beside_each_other_over_what_all_have(tmp_path, lacking, panels):
+    found = [r for r in uneven() if r["model"] != "resnet-ln" or r["batch_size"] not in lacking]
+    figure = dict(figures.figures(load(write(tmp_path, found))))["resnet-bn-norm"]
+    shown = [ax for ax in figure.axes if ax.lines]
+    titles = [re.sub(r"\s+", " ", ax.get_title(loc="left")) for ax in shown]
+    norms = ["ResNet-18, batch norm: "] * 3 + ["ResNet-18, layer norm: "] * 2 if panels == 5 else [""] * 3
+    names = ("Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B", "Standard Adam, accumulated, η ∝ √B")
+    assert titles == [norm + name for norm, name in zip(norms, names + names[:2], strict=False)]
+    assert {len(ax.lines) for ax in shown} == {3 + 1}  # B = 100, 400, 800 and the line at 0
+    assert len({ax.get_ylim() for ax in shown}) == 1
+
+
+def test_what_each_micro_batch_size_reaches_is_drawn_at_one_batch_size(tmp_path):
+    found = uneven()
+    drawn = dict(figures.figures(load(write(tmp_path, found))))
+    assert [name for name in drawn if name.endswith("-micro")] == ["resnet-bn-micro"]
+    figure = drawn["resnet-bn-micro"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    ours = {25: (1e-5, 1e-4, 3e-4, 1e-3), 100: (1e-4, 3e-4, 1e-3), 400: (1e-4, 3e-4, 1e-3)}
+    assert sorted(filter(None, names)) == [
+        *sorted(f"Invariant Adam, η ∝ B, M = {M}" for M in ours), "Standard Adam, η ∝ √B"
+    ]  # fmt: skip
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    for M, rates in ours.items():
+        line = lines[f"Invariant Adam, η ∝ B, M = {M}"]
+        run = {"algorithm": "invariant", "rule": "linear", "batch_size": 400, "micro_batch_size": M}
+        # One seed, the one that all have, where M = 25 has three.
+        assert dict(zip(*line.get_data(), strict=True)) == {lr0: loss(found, lr0=lr0, **run)[-1] for lr0 in rates}
+    assert list(lines["Standard Adam, η ∝ √B"].get_xdata()) == list(ours[25])
+    assert figure.get_suptitle().endswith("B = 400, after 150,000 samples")
+
+
+def test_no_line_joins_what_was_chosen_of_other_learning_rates(tmp_path):
+    drawn = dict(figures.figures(load(write(tmp_path, uneven()))))
+    said = "no line: not the same η₀ were tried"
+    for model, joined in (("resnet-bn", [[25], [100, 400], [800]]), ("vit", [[25, 100, 400]])):
+        figure = drawn[f"{model}-best"]
+        assert (said in [text.get_text() for text in figure.legends[0].get_texts()]) == (len(joined) > 1)
+        colour = figures.ALGORITHMS["standard"]
+        lines = [line for line in figure.axes[0].lines if line.get_color() == colour and line.get_linestyle() == "-"]
+        assert [list(line.get_xdata()) for line in lines] == joined
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):

@@ -7,6 +7,7 @@ dark and narrow, so that those on top of each other can all be seen. An × ends 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,9 @@ from .results import (
     at_samples,
     best,
     by_batch_size,
+    common_size,
     fixed_samples,
+    in_common,
     level,
     load,
     mean_curve,
@@ -87,8 +90,43 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
                 yield f"{model}-batch-size", batch_size_figure(results, model, constant)
                 if any(len(row.tried) > 1 for row in best(results, model, "train_loss")):
                     yield f"{model}-best", best_figure(results, model)
+            for name, columns in _questions(results, model):
+                if any(_beside(results, columns)):
+                    yield f"{model}-{name}", difference_figure(results, columns)
+            if len(_micro(results, model)) > 1:
+                yield f"{model}-micro", micro_figure(results, model)
             if results.ramps(model):
                 yield f"{model}-ramp", ramp_figure(results, model)
+
+
+def _questions(results: Results, model: str) -> Iterator[tuple[str, list[tuple[str, Series]]]]:
+    """Yield what is compared with invariant Adam as in the paper, of most runs, in one thing alone."""
+    every = results.series(model)
+    paper = [s for s in every if (s.algorithm, s.rule) == ("invariant", "linear")]
+    paper.sort(key=lambda series: -len(results.group(model, series)))
+    for ours in [s for s in paper if s._replace(rule="exponential") in every][:1]:
+        yield "rules", [(model, ours), (model, ours._replace(rule="exponential"))]
+    accumulated = {s.rival: s for s in every if s.algorithm == "accumulate"}
+    for ours in [s for s in paper if s.rival in accumulated][:1]:
+        here = [(model, s) for s in (ours, ours.rival, accumulated[ours.rival])]
+        beside = [("resnet-ln", s) for s in (ours, ours.rival) if model == "resnet-bn"]
+        yield "norm", here + beside if any(_beside(results, here + beside)) else here
+
+
+def _beside(results: Results, columns: Sequence[tuple[str, Series]]) -> dict[float, list[list[Run]]]:
+    """Return the runs of each column, by η₀, at the batch sizes and seeds that all have; none where that is one B."""
+    rates = sorted({run.lr0 for model, series in columns for run in results.group(model, series)})
+    sides = {lr0: in_common([results.group(*column, lr0) for column in columns]) for lr0 in rates}
+    return {lr0: found for lr0, found in sides.items() if len(by_batch_size(found[0])) > 1}
+
+
+def _micro(results: Results, model: str) -> dict[Series, list[Run]]:
+    """Return the runs of invariant Adam at the batch size that most M have, by series, which differ in M alone."""
+    paper = [s for s in results.series(model) if (s.algorithm, s.rule, s.warmup_samples) == ("invariant", "linear", 0)]
+    betas = common_size([[series.max_batch_size] for series in paper])
+    groups = {s: by_batch_size(results.group(model, s)) for s in paper if s.max_batch_size == betas}
+    size = common_size(groups.values())
+    return {series: found[size] for series, found in groups.items() if size in found}
 
 
 # --------------------------------------------------------------------------- the figures
@@ -99,7 +137,8 @@ def curves_figure(results: Results, model: str, columns: Sequence[Series], metri
     runs = {series: results.group(model, series) for series in columns}
     look = _Look([run for group in runs.values() for run in group])
     metrics = [m for m in metrics if any(_measured(run, m) for group in runs.values() for run in group)]
-    figure, grid = _panels(results, model, columns, [METRICS[metric] for metric in metrics], heights=2.5)
+    rows = [METRICS[metric] for metric in metrics]
+    figure, grid = _panels(_titles(results, model, columns), rows, heights=2.5)
     for axes, series in zip(grid, columns, strict=True):
         for ax, metric in zip(axes, metrics, strict=True):
             for lr0 in look.rates:
@@ -179,7 +218,7 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
     look = _Look([run for group in runs.values() for run in group])
     samples = fixed_samples(run for group in runs.values() for run in group)
     rows = ("training loss", "difference from the smallest B, %")
-    figure, grid = _panels(results, model, columns, rows, heights=2.6)
+    figure, grid = _panels(_titles(results, model, columns), rows, heights=2.6)
     for (above, below), series in zip(grid, columns, strict=True):
         for lr0 in look.rates:
             groups = by_batch_size(level(run for run in runs[series] if run.lr0 == lr0))
@@ -204,19 +243,24 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
 
 def best_figure(results: Results, model: str) -> Figure:
     """Draw what each series reaches at each B with its best η₀ of those that all tried there; hollow where it is the
-    last of them."""
+    last of them. A line joins batch sizes where the same were tried: others would look like an effect of B."""
     chosen = {m: best(results, model, m) for m in ("train_loss", "test_loss", "test_accuracy")}
     chosen = {metric: rows for metric, rows in chosen.items() if any(len(row.tried) > 1 for row in rows)}
     figure = Figure(figsize=(3.7 * len(chosen), 4.1), layout="constrained")
     axes = figure.subplots(1, len(chosen), squeeze=False)[0]
     labels = {series: results.label(model, series) for series in results.series(model)}
     styles = _looks(labels.items())
+    handles: dict[str, Line2D] = {}
+    apart = False
     for ax, (metric, rows) in zip(axes, chosen.items(), strict=True):
         for series in [s for s in labels if any(row.series == s for row in rows)]:
             look = styles[labels[series]]
             points = [row for row in rows if row.series == series]
-            x, y = [row.batch_size for row in points], [row.value for row in points]
-            ax.plot(x, y, **look, label=labels[series])
+            parts = [list(part) for _, part in itertools.groupby(points, key=lambda row: row.tried)]
+            for part in parts:
+                (line,) = ax.plot([row.batch_size for row in part], [row.value for row in part], **look)
+            handles.setdefault(labels[series], line)
+            apart = apart or len(parts) > 1
             edge = [(row.batch_size, row.value) for row in points if row.at_edge]
             hollow = {**look, "linestyle": "", "markerfacecolor": "white", "zorder": 4}
             ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
@@ -225,13 +269,79 @@ def best_figure(results: Results, model: str) -> Figure:
         _batch_sizes(ax, sorted(tried), tried)
         ax.tick_params(axis="x", labelsize=9)
         ax.set_title(METRICS[metric], loc="left", fontweight="bold")
-    handles: list[Any] = axes[0].get_legend_handles_labels()[0]
-    handles.append(
-        _marker("hollow: the best η₀ is the smallest or largest tried", "o", markerfacecolor="white", color=FAINT)
-    )
-    _legend(figure, [handles])
+    for label, line in handles.items():
+        line.set_label(label)
+    said = [_marker("hollow: the best η₀ is the smallest or largest tried", "o", markerfacecolor="white", color=FAINT)]
+    said += [_marker("no line: not the same η₀ were tried", "")] * apart
+    _legend(figure, [[*handles.values()], said])
     samples = next(row.samples for rows in chosen.values() for row in rows)
     _headline(figure, model, f"the best of the η₀ that all tried at a batch size, after {samples:,.0f} samples")
+    return figure
+
+
+def difference_figure(results: Results, columns: Sequence[tuple[str, Series]]) -> Figure:
+    """Draw how far batch sizes are from the smallest, epoch by epoch: a column for each model and series, a row for
+    each η₀, over the batch sizes and seeds that all columns have there."""
+    sides = _beside(results, columns)
+    look = _Look([run for row in sides.values() for side in row for run in side])
+    models = {model: [s for m, s in columns if m == model] for model, _ in columns}
+    titles = [results.label(model, series, among=models[model]) for model, series in columns]
+    if len(models) > 1:
+        titles = [f"{MODELS.get(model, model)}:\n{title}" for (model, _), title in zip(columns, titles, strict=True)]
+    rows = [
+        f"η₀ = {_power(lr0)}: difference\nfrom B = {min(run.batch_size for run in row[0])}, %"
+        for lr0, row in sides.items()
+    ]
+    figure, grid = _panels(titles, rows, heights=2.4)
+    for axes, runs in zip(grid, zip(*sides.values(), strict=True), strict=True):
+        for ax, lr0, side in zip(axes, sides, runs, strict=True):
+            groups = by_batch_size(side)
+            for size, seeds in groups.items():
+                look.curve(ax, *_difference(seeds, next(iter(groups.values()))), lr0, size)
+            ax.axhline(0, color=FAINT, linewidth=1, zorder=1)
+            dress(ax, log=False)
+            _epochs(ax)
+    look.legend(figure)
+    said = " and ".join(MODELS.get(model, model) for model in models)
+    _headline(figure, said, f"training loss, {'mean over seeds' if look.seeds > 1 else 'one seed'}")
+    return figure
+
+
+def micro_figure(results: Results, model: str) -> Figure:
+    """Draw what each M reaches after the same samples against η₀, at the batch size that most M have, and standard
+    Adam there."""
+    found = _micro(results, model)
+    size = next(iter(found.values()))[0].batch_size
+    rival = next(iter(found)).rival
+    theirs = [run for run in results.group(model, rival) if run.batch_size == size]
+    sides = found | ({rival: theirs} if theirs else {})
+    runs = [run for side in sides.values() for run in side]
+    samples = fixed_samples(runs)
+    metrics = [metric for metric in ("train_loss", "test_accuracy") if any(_measured(run, metric) for run in runs)]
+    figure = Figure(figsize=(4.6 * len(metrics), 4.1), layout="constrained")
+    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+    colours = [colour for colour in COLOURS if colour != ALGORITHMS["standard"]]
+    handles: dict[Series, Line2D] = {}
+    for ax, metric in zip(axes, metrics, strict=True):
+        for i, (series, side) in enumerate(sides.items()):
+            points = {}
+            for lr0 in sorted({run.lr0 for run in side}):
+                others = ({run.seed for run in other if run.lr0 == lr0} for other in sides.values())
+                seeds = set.intersection(*filter(None, others))  # of all that tried this η₀
+                same = [run for run in side if run.lr0 == lr0 and run.seed in seeds]
+                points[lr0] = at_samples(same, metric, samples) if same else math.nan
+            # With M = B invariant Adam is standard Adam: its line is wide, for both to be seen.
+            style: dict[str, Any] = {"color": ALGORITHMS["standard"], "linewidth": 7, "alpha": 0.35, "zorder": 1}
+            if series != rival:
+                style = {"color": colours[i % len(colours)], "linewidth": 2, "marker": VARIANTS[i % len(VARIANTS)][1]}
+            label = results.label(model, series, among=sides)
+            (handles[series],) = ax.plot(list(points), list(points.values()), **style, label=label)
+        ax.set_xscale("log")
+        dress(ax, log=metric.endswith("loss"))
+        ax.set_xlabel("learning rate η₀")
+        ax.set_title(METRICS[metric], loc="left", fontweight="bold")
+    _legend(figure, [[handles[series] for series in found], [handles[s] for s in sides if s not in found]])
+    _headline(figure, model, f"B = {size}, after {samples:,.0f} samples")
     return figure
 
 
@@ -243,7 +353,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
     constant = {s: [run for run in results.group(model, s) if run.lr0 in rates] for s in columns}
     look = _Look([run for group in (*constant.values(), *ramps.values()) for run in group])
     rows = ("training loss", "difference from the smallest B, %")
-    figure, grid = _panels(results, model, columns, rows, heights=3.0)
+    figure, grid = _panels(_titles(results, model, columns), rows, heights=3.0)
     names = list(dict.fromkeys(name for _, _, name in ramps))
     dashes: Any = dict(zip(names, ((0, (4, 2)), (0, (1, 1.5)), "-."), strict=False))
     for (above, below), series in zip(grid, columns, strict=True):
@@ -251,13 +361,11 @@ def ramp_figure(results: Results, model: str) -> Figure:
             ramped = {name: runs for (s, rate, name), runs in ramps.items() if (s, rate) == (series, lr0)}
             seeds = {run.seed for runs in ramped.values() for run in runs}  # those of a ramp, not of other comparisons
             groups = by_batch_size(level(run for run in constant[series] if run.lr0 == lr0 and run.seed in seeds))
-            base = dict(zip(*mean_curve(next(iter(groups.values())), "train_loss"), strict=True)) if groups else {}
+            base = next(iter(groups.values()), [])
             drawn: list[tuple[list[Run], int, str]] = [(runs, size, "") for size, runs in groups.items()]
             drawn += [(runs, 0, name) for name, runs in ramped.items()]
             for runs, size, name in drawn:
-                epochs, losses = mean_curve(runs, "train_loss")
-                both = [(e, 100 * (y / base[e] - 1)) for e, y in zip(epochs, losses, strict=True) if e in base]
-                for ax, x, y in ((above, epochs, losses), (below, [e for e, _ in both], [d for _, d in both])):
+                for ax, (x, y) in ((above, mean_curve(runs, "train_loss")), (below, _difference(runs, base))):
                     if name:
                         dash = dashes.get(name, "-")
                         ax.plot(x, y, color=_dark(look.colours[lr0]), linewidth=1.8, linestyle=dash, marker=_dot(x))
@@ -323,18 +431,22 @@ def _legend(figure: Figure, groups: Sequence[Sequence[Line2D]]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.4)
 
 
-def _panels(
-    results: Results, model: str, columns: Sequence[Series], rows: Sequence[str], heights: float
-) -> tuple[Figure, list[list[Axes]]]:
-    """Make a column of panels for each series and a row for each quantity, at most ACROSS columns side by side."""
-    sizes = {series: by_batch_size(results.group(model, series)) for series in columns}
-    across = min(ACROSS, len(columns))
-    blocks = math.ceil(len(columns) / across)
+def _titles(results: Results, model: str, columns: Sequence[Series]) -> list[str]:
+    """Name the columns; with their batch sizes where those differ, because fewer curves look closer."""
+    sizes = {series: _sizes(by_batch_size(results.group(model, series))) for series in columns}
+    more = {series: f", {sizes[series]}" * (len(set(sizes.values())) > 1) for series in columns}
+    return [results.label(model, series) + more[series] for series in columns]
+
+
+def _panels(columns: Sequence[str], rows: Sequence[str], heights: float) -> tuple[Figure, list[list[Axes]]]:
+    """Make a column of panels for each title and a row for each quantity, at most ACROSS columns side by side."""
+    blocks = math.ceil(len(columns) / ACROSS)
+    across = math.ceil(len(columns) / blocks)
     size = (max(7.6, 3.6 * across), heights * len(rows) * blocks + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(rows) * blocks, across, squeeze=False)
     found = []
-    for i, series in enumerate(columns):
+    for i, title in enumerate(columns):
         block, column = divmod(i, across)
         axes = [grid[block * len(rows) + row][column] for row in range(len(rows))]
         for row, ax in enumerate(axes):
@@ -347,10 +459,7 @@ def _panels(
             else:
                 ax.set_ylabel(rows[row])
             ax.tick_params(labelbottom=row + 1 == len(rows))
-        label = results.label(model, series)
-        if len({_sizes(found) for found in sizes.values()}) > 1:  # fewer curves look closer
-            label += f", {_sizes(sizes[series])}"
-        axes[0].set_title(_wrap(label), loc="left", fontweight="bold")
+        axes[0].set_title(_wrap(title), loc="left", fontweight="bold")
         found.append(axes)
     for ax in set(grid.flat).difference(*found):
         ax.set_axis_off()
@@ -408,6 +517,14 @@ def _dot(values: Sequence[float]) -> str | None:
     return "o" if len(values) == 1 else None  # a line needs two points
 
 
+def _difference(runs: Sequence[Run], base: Sequence[Run]) -> tuple[list[float], list[float]]:
+    """Return the epochs that both have, and by how many percent the training loss of `runs` is above that of `base`."""
+    above = dict(zip(*mean_curve(runs, "train_loss"), strict=True))
+    below = dict(zip(*mean_curve(base, "train_loss"), strict=True)) if base else {}
+    epochs = [epoch for epoch in above if epoch in below]
+    return epochs, [100 * (above[epoch] / below[epoch] - 1) for epoch in epochs]
+
+
 def _several(results: Results, model: str, series: Series) -> bool:
     return len(by_batch_size(results.group(model, series))) > 1
 
@@ -446,7 +563,8 @@ def _dark(colour: str) -> tuple[float, float, float]:
 def _wrap(label: str) -> str:
     for mark in ("=", "∝"):
         label = label.replace(f" {mark} ", f"\u00a0{mark}\u00a0")  # M = 25 stays in one piece
-    return "\n".join(textwrap.wrap(label.replace("warm-up ", "warm-up\u00a0"), 32, break_on_hyphens=False))
+    lines = label.replace("warm-up ", "warm-up\u00a0").split("\n")
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, 32, break_on_hyphens=False))
 
 
 def _headline(figure: Figure, model: str, text: str) -> None:

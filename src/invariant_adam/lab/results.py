@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -349,10 +349,15 @@ def measure(runs: Sequence[Run], epochs: Iterable[float] | None = None, expected
     return Spread(value, per_seed, _mean(rest) if wild else math.nan, sizes, len(chosen), notes)
 
 
+def in_common(sides: Sequence[Sequence[Run]]) -> list[list[Run]]:
+    """Return the runs of each side at the batch sizes and seeds that all sides have."""
+    shared = set.intersection(*({(run.batch_size, run.seed) for run in side} for side in sides))
+    return [level(run for run in side if (run.batch_size, run.seed) in shared) for side in sides]
+
+
 def compare(sides: Sequence[Sequence[Run]]) -> list[Spread]:
     """Measure the spread of each side over the batch sizes, seeds and epochs that all of them have."""
-    shared = set.intersection(*({(run.batch_size, run.seed) for run in side} for side in sides))
-    kept = [level(run for run in side if (run.batch_size, run.seed) in shared) for side in sides]
+    kept = in_common(sides)
     curves = [set(run.losses) for side in kept for run in side if run.diverged is None]
     epochs = set.intersection(*curves) if curves else set()
     return [measure(side, epochs) for side in kept]
@@ -399,6 +404,16 @@ def _ratio(runs: Sequence[Run], rival: Sequence[Run]) -> tuple[float, str]:
         return math.nan, ""
     said = [f"B = {_list(s.batch_sizes)}; seeds {_list(s.per_seed)}; {s.epochs} epochs" for s in (below, whole)]
     return (above.value / below.value if below.value else math.inf), "" if said[0] == said[1] else said[0]
+
+
+def common_size(sides: Collection[Iterable[int]]) -> int:
+    """Return the batch size that most sides have, the largest of several; 0 if there is none.
+
+    >>> common_size([(25, 100, 400), (100, 400), (400,)]), common_size([(25, 100), (25, 100)])
+    (400, 100)
+    """
+    every = [size for sizes in sides for size in set(sizes)]
+    return max(every, key=lambda size: (every.count(size), size), default=0)
 
 
 def usual(rows: Iterable[Row]) -> list[int]:
