@@ -217,7 +217,7 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
     runs = {series: results.group(model, series) for series in columns}
     look = _Look([run for group in runs.values() for run in group])
     samples = fixed_samples(run for group in runs.values() for run in group)
-    rows = ("training loss", "difference from the smallest B, %")
+    rows = ("training loss", "difference from\nthe smallest B, %")
     figure, grid = _panels(_titles(results, model, columns), rows, heights=2.6)
     for (above, below), series in zip(grid, columns, strict=True):
         for lr0 in look.rates:
@@ -352,7 +352,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
     rates = {lr0 for _, lr0, _ in ramps}
     constant = {s: [run for run in results.group(model, s) if run.lr0 in rates] for s in columns}
     look = _Look([run for group in (*constant.values(), *ramps.values()) for run in group])
-    rows = ("training loss", "difference from the smallest B, %")
+    rows = ("training loss", "difference from\nthe smallest B, %")
     figure, grid = _panels(_titles(results, model, columns), rows, heights=3.0)
     names = list(dict.fromkeys(name for _, _, name in ramps))
     dashes: Any = dict(zip(names, ((0, (4, 2)), (0, (1, 1.5)), "-."), strict=False))
