@@ -123,9 +123,9 @@ def _conv_square(
                 g = G.load([(k * IMAGES + i0) * HO + y0, x0, j * CO + m]).reshape(BK, BM)
             elif DESCRIPTORS:
                 g = G.load([k, step * BK, j * CO + m]).reshape(BK, BM)
-            else:
-                here = G + (k * R + rows).to(tl.int64)[:, None] * GW + (j * CO + rm)[None, :]
-                g = tl.load(here, mask=(rows < R)[:, None] & (rm < CO)[None, :], other=0.0)
+            else:  # as its transpose: see `_gemm_square`
+                here = G + (k * R + rows).to(tl.int64)[None, :] * GW + (j * CO + rm)[:, None]
+                g = tl.load(here, mask=(rows < R)[None, :] & (rm < CO)[:, None], other=0.0)
             if not BOXES:
                 place = rows % (HO * WO)
                 y, x = place // WO * SY, place % WO * SX
@@ -139,7 +139,9 @@ def _conv_square(
                 v = tl.load(there, mask=inside, other=0.0)
             if PRECISION == "tf32" and g.dtype == tl.float32:
                 g, v = _round_tf32(g), _round_tf32(v)
-            product = tl.dot(g.trans(), v, product, input_precision=PRECISION)
+            if STRIPS or DESCRIPTORS:
+                g = g.trans()
+            product = tl.dot(g, v, product, input_precision=PRECISION)
         if SPLIT:
             total = product
         elif HAS_C:
@@ -312,6 +314,7 @@ class Plan:
     """
 
     def __init__(self, G: Tensor, X: Tensor, geo: Geometry, kappa: int, config: Config) -> None:
+        self.device = G.device
         (n, wide, height, width), (high, across) = X.shape, G.shape[2:]
         images = n // kappa
         out, inner, kh, kw = geo.weight
@@ -378,7 +381,7 @@ class Plan:
             weighted: whether squares have coefficients.
             into: whether the results are folded into moments.
         """
-        precision = "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+        precision = chip.precision(self.device, torch.backends.cudnn.allow_tf32)
         key = (strides, weighted, into, precision)
         if key not in self.found:
             common = self.common | dict(zip(("s0", "s1", "s2", "s3"), strides, strict=True))

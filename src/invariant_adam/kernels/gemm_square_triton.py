@@ -71,14 +71,16 @@ def _gemm_square(
             if DESCRIPTORS:  # rows past the group's end come as zeros
                 g = G.load([k, r, m]).reshape(BK, BM)
                 x = X.load([k, r, n]).reshape(BK, BN)
-            else:
+            else:  # G as its transpose: turned after its load, it would wait in registers where there is no wgmma
                 rows = (k * R + r + rk).to(tl.int64)
-                inside = (r + rk < R)[:, None]
-                g = tl.load(G + rows[:, None] * M + rm[None, :], mask=inside & (rm < M)[None, :], other=0.0)
-                x = tl.load(X + rows[:, None] * N + rn[None, :], mask=inside & (rn < N)[None, :], other=0.0)
+                inside = r + rk < R
+                g = tl.load(G + rows[None, :] * M + rm[:, None], mask=inside[None, :] & (rm < M)[:, None], other=0.0)
+                x = tl.load(X + rows[:, None] * N + rn[None, :], mask=inside[:, None] & (rn < N)[None, :], other=0.0)
             if PRECISION == "tf32" and g.dtype == tl.float32:
                 g, x = _round_tf32(g), _round_tf32(x)
-            product = tl.dot(g.trans(), x, product, input_precision=PRECISION)
+            if DESCRIPTORS:
+                g = g.trans()
+            product = tl.dot(g, x, product, input_precision=PRECISION)
         total += product
         if HAS_C:
             squares += tl.load(C + k) * product * product
@@ -184,7 +186,7 @@ def gemm_square(
     if launch is None:
         how = {
             "HAS_C": c is not None, "DESCRIPTORS": aligned, "CUT": p.cut is not None, "INTO": into is not None,
-            "PRECISION": "tf32" if key[-1] else "ieee",
+            "PRECISION": chip.precision(device, key[-1]),
         }  # fmt: skip
         launch = p.launches[key] = Launch(_gemm_square, p.grid, **p.fixed, **how)
     operands: tuple[Any, Any] = (G, X)
@@ -217,7 +219,7 @@ def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torc
     """How κ groups of R rows, (R, m) and (R, n), are launched with a configuration."""
     bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
     tiles = cdiv(m, bm) * cdiv(n, bn)
-    cut = _cut(tiles, kappa, rows, device) if config.split else None
+    cut = _cut(tiles, kappa, rows, device) if config.split and chip.of(device).publishes else None
     aligned = chip.has_tile_loads(device) and m * size % 16 == 0 and n * size % 16 == 0
     fixed = {
         "M": m, "N": n, "R": rows, "KAPPA": kappa, "BM": bm, "BN": bn, "BK": bk, "BAND": config.band,

@@ -10,8 +10,9 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-# The versions whose compiled kernels are started as `Launch` does it; with others Triton starts them itself.
-DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
+# The versions whose compiled kernels are started as `Launch` does it; with others Triton starts them itself. So it does
+# on AMD's chips, for which it also compiles by the size of the memory that a tensor is in: `kind` does not look at it.
+DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10) and not torch.version.hip
 
 
 class Launch:

@@ -70,7 +70,7 @@ def _fastest(configs: Sequence[C], run: Callable[[C], Any], timer: Callable[[Cal
 
 def _reject(problem: Exception) -> None:
     """Let pass what says that a configuration does not fit; anything else is a fault."""
-    if "CUDA error" in str(problem):
+    if "CUDA error" in str(problem) or "HIP error" in str(problem):
         raise problem
 
 
