@@ -483,6 +483,18 @@ def test_no_line_joins_what_was_chosen_of_other_learning_rates(tmp_path):
         assert [list(line.get_xdata()) for line in lines] == joined
 
 
+def test_the_headline_says_what_curves_are_means_over(tmp_path):
+    three = rows(seeds=(0, 1, 2), **SMALL)
+    for found, said in (
+        (rows(**SMALL), "one seed"),
+        (three, "mean over seeds"),
+        ([r for r in three if r["seed"] == 0 or r["batch_size"] > 25], "one seed"),  # the others lack a batch size
+        ([r for r in three if r["seed"] == 0 or r["lr0"] == 1e-4], "mean over seeds where there are several"),
+    ):
+        figure = dict(figures.figures(load(write(tmp_path, found))))["resnet-bn-curves"]
+        assert figure.get_suptitle() == f"ResNet-18, batch norm: {said}"
+
+
 def test_the_same_results_give_the_same_bytes(tmp_path):
     results = load(write(tmp_path, rows(**SMALL)))
     for (_, one), (_, two) in zip(figures.figures(results), figures.figures(results), strict=True):

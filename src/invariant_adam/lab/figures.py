@@ -134,20 +134,25 @@ def _micro(results: Results, model: str) -> dict[Series, list[Run]]:
 
 def curves_figure(results: Results, model: str, columns: Sequence[Series], metrics: Iterable[str]) -> Figure:
     """Draw the paper's layout: a row for each metric, a column for each series, mean over seeds."""
-    runs = {series: results.group(model, series) for series in columns}
-    look = _Look([run for group in runs.values() for run in group])
-    metrics = [m for m in metrics if any(_measured(run, m) for group in runs.values() for run in group)]
+    runs = [run for series in columns for run in results.group(model, series)]
+    look = _Look(runs)
+    metrics = [metric for metric in metrics if any(_measured(run, metric) for run in runs)]
+    groups = {
+        (series, lr0): by_batch_size(level(results.group(model, series, lr0)))
+        for series in columns
+        for lr0 in look.rates
+    }
     rows = [METRICS[metric] for metric in metrics]
     figure, grid = _panels(_titles(results, model, columns), rows, heights=2.5)
     for axes, series in zip(grid, columns, strict=True):
         for ax, metric in zip(axes, metrics, strict=True):
             for lr0 in look.rates:
-                for size, seeds in by_batch_size(level(run for run in runs[series] if run.lr0 == lr0)).items():
+                for size, seeds in groups[series, lr0].items():
                     look.curve(ax, *mean_curve(seeds, metric), lr0, size)
             dress(ax, log=metric.endswith("loss"))
             _epochs(ax)
     look.legend(figure)
-    _headline(figure, model, f"{'mean over seeds' if look.seeds > 1 else 'one seed'}")
+    _headline(figure, model, _seeds(seeds for group in groups.values() for seeds in group.values()))
     return figure
 
 
@@ -303,7 +308,8 @@ def difference_figure(results: Results, columns: Sequence[tuple[str, Series]]) -
             _epochs(ax)
     look.legend(figure)
     said = " and ".join(MODELS.get(model, model) for model in models)
-    _headline(figure, said, f"training loss, {'mean over seeds' if look.seeds > 1 else 'one seed'}")
+    curves = [seeds for row in sides.values() for side in row for seeds in by_batch_size(side).values()]
+    _headline(figure, said, f"training loss, {_seeds(curves)}")
     return figure
 
 
@@ -391,7 +397,6 @@ class _Look:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.rates = sorted({run.lr0 for run in runs})
         self.sizes = sorted({run.batch_size for run in runs if not run.ramp}) or sorted({r.batch_size for r in runs})
-        self.seeds = len({run.seed for run in runs})
         self.wild = any(run.diverged is not None for run in runs)
         self.colours = {lr0: COLOURS[i % len(COLOURS)] for i, lr0 in enumerate(self.rates)}
         last = max(1, len(self.sizes) - 1)
@@ -523,6 +528,12 @@ def _difference(runs: Sequence[Run], base: Sequence[Run]) -> tuple[list[float], 
     below = dict(zip(*mean_curve(base, "train_loss"), strict=True)) if base else {}
     epochs = [epoch for epoch in above if epoch in below]
     return epochs, [100 * (above[epoch] / below[epoch] - 1) for epoch in epochs]
+
+
+def _seeds(curves: Iterable[Sequence[Run]]) -> str:
+    """Say what curves are means over; each holds its seeds."""
+    counts = {len(seeds) for seeds in curves}
+    return "one seed" if counts <= {1} else "mean over seeds" + " where there are several" * (1 in counts)
 
 
 def _several(results: Results, model: str, series: Series) -> bool:
