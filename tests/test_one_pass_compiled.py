@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import invariant_adam as ia
 from invariant_adam.lab import models
 from invariant_adam.one_pass.groups import UnsupportedUse
+from invariant_adam.one_pass.tracing import Tuples
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
 M, KAPPA = 2, 4
@@ -106,8 +107,12 @@ def test_every_rule_compiled_equals_the_loop(name):
     assert_exact(model, tuple(batch), mean_loss, 3, run=torch.compile(model, backend="aot_eager", dynamic=False))
 
 
+class Own(list):
+    """A list of one's own class."""
+
+
 class Both(NamedTuple):
-    """A sequence that a trace does not look into."""
+    """A sequence that torch's own traces do not look into."""
 
     first: Tensor
     second: Tensor
@@ -116,14 +121,19 @@ class Both(NamedTuple):
 class Meeting(nn.Module):
     """Parameters that meet the batch or each other in a sequence of tensors."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, elsewhere: bool = False) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.elsewhere = how, elsewhere
         self.token, self.linear = nn.ParameterList([torch.randn(1, 1, 3)]), nn.Linear(3, 3)
+        self.kept = Both(self.token[0], self.token[0])
 
     def forward(self, x: Tensor) -> Tensor:
         x, t = self.linear(x), self.token[0]
-        sequence = Both if "named" in self.how else lambda *args: args
+        if self.elsewhere:
+            x = x * t
+        sequence = {"named": Both, "own": lambda *args: Own(args)}.get(self.how.split()[-1], lambda *args: args)
+        if "kept" in self.how:
+            return x + torch.cat(self.kept, 1).sum(1, keepdim=True)
         if "stack" in self.how:
             return x + torch.stack(sequence(t, 2 * t)).sum(0)
         if "einsum" in self.how:
@@ -133,12 +143,26 @@ class Meeting(nn.Module):
         return torch.cat(sequence(t.expand(len(x), -1, -1), x), 1)
 
 
-@pytest.mark.parametrize("how", ["cat", "stack", "einsum", "minus"])
-def test_parameters_in_tuples_are_seen_by_a_trace(how):
-    model = Meeting(how).double()
+@pytest.mark.parametrize(
+    "how", ["cat", "stack", "einsum", "minus", "cat named", "stack named", "einsum named", "kept named"]
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_parameters_in_tuples_are_seen_by_a_trace(how, elsewhere):
+    """Also where another use of the same parameter has its square, so that a missing one would not be noticed."""
+    model = Meeting(how, elsewhere).double()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(8, 2, 3, dtype=torch.float64)
     assert_exact(model, (x,), lambda m, batch: m(*batch).square().mean(), M, run=run)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("check", [False, True])
+def test_parameters_in_a_list_of_another_class_are_refused(compiled, check):
+    model = Meeting("cat own")
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    refused = pytest.raises(UnsupportedUse, match=r"token\.0 goes through cat in a Own|must be checked before")
+    with refused, ia.one_pass(run, M, check=check):
+        run(torch.randn(8, 2, 3)).square().mean().backward()
 
 
 @pytest.mark.parametrize("into", [False, True])
@@ -148,11 +172,16 @@ def test_what_a_trace_overlooks_is_refused(how, into):
     model = Meeting(how)
     opt = ia.InvariantAdam(model.parameters())
     run = torch.compile(model, backend="aot_eager")
-    with (
-        pytest.raises(UnsupportedUse, match=r"token\.0: a gradient without a square .*pass a list"),
-        ia.one_pass(run, M, **({"into": opt} if into else {})),
-    ):
-        run(torch.randn(8, 2, 3)).square().mean().backward()
+
+    def train() -> None:
+        with ia.one_pass(run, M, **({"into": opt} if into else {})) as context:
+            for undo in context.undo:
+                if isinstance(undo, Tuples):
+                    undo.remove()  # as with a torch that finds arguments in another way
+            run(torch.randn(8, 2, 3)).square().mean().backward()
+
+    with pytest.raises(UnsupportedUse, match=r"token\.0: a gradient without a square .*pass a list"):
+        train()
     if into:
         opt.abandon()
 

@@ -152,6 +152,12 @@ def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs
     handles = [engine.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
     held = [h for h in handles if h is not None]
     names = engine.names(held)
+    for a in leaves:
+        if isinstance(a, (tuple, list)) and any(engine.holds(t) for t in a):
+            raise UnsupportedUse(
+                f"{engine.names(engine.handle_of(t) for t in a)} goes through {name} in a {type(a).__name__}, which "
+                "one_pass does not look into; give it a list, a tuple or a named tuple"
+            )
     if name in WRITERS or "out" in kwargs:
         raise UnsupportedUse(
             f"{names} goes through {name}, which writes in place; one_pass follows values only: "

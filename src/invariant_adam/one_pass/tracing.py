@@ -2,7 +2,8 @@
 
 `torch.cat((token, x), 1)` calls the dispatcher of a `token` in a tuple. A trace by torch.compile looks for such
 arguments in lists and dictionaries only (torch 2.11 to 2.13), and would join the plain values, whose gradients then
-miss their squares. While a context is open, traces look into tuples as well.
+miss their squares, in part where the parameter is seen elsewhere. While a context is open, traces look into tuples as
+well, named ones and others of their own class included.
 """
 
 from __future__ import annotations
@@ -32,9 +33,25 @@ class Tuples:
             self.home._flatten_vts = self.plain
 
     def _flatten(self, variables: Iterable[Any]) -> list[Any]:
-        from torch._dynamo.variables.lists import TupleVariable
-
         found: list[Any] = []
         for v in self.plain(variables):
-            found += self._flatten(v.items) if v.is_realized() and isinstance(v, TupleVariable) else [v]
+            inside = _inside(v)
+            found += [v] if inside is None else self._flatten(inside)
         return found
+
+
+def _inside(v: Any) -> list[Any] | None:
+    """What is in a tuple or in an object of a class made from one or from a list; None for anything else."""
+    from torch._dynamo.variables.lists import TupleVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    if not v.is_realized():
+        if not issubclass(v.peek_type(), (tuple, list)):
+            return None  # nothing is asked of it that the graph would have to guard
+        v = v.realize()
+    if isinstance(v, UserDefinedObjectVariable):
+        held = (getattr(v, name, None) for name in ("_base_vt", "_tuple_vt", "_list_vt"))  # of torch 2.13 and 2.11
+        v = next((h for h in held if h is not None), v)
+        items = getattr(v, "items", None)
+        return items if isinstance(items, list) else None
+    return v.items if isinstance(v, TupleVariable) else None
