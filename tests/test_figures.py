@@ -483,6 +483,15 @@ def test_no_line_joins_what_was_chosen_of_other_learning_rates(tmp_path):
         assert [list(line.get_xdata()) for line in lines] == joined
 
 
+def test_the_paper_s_curves_leave_out_learning_rates_of_few_batch_sizes(tmp_path):
+    drawn = dict(figures.figures(load(write(tmp_path, uneven()))))
+    legends = {name: [text.get_text() for text in drawn[name].legends[0].get_texts()] for name in drawn}
+    fine = "η₀ = 3·10⁻⁴"  # at B = 100 and 400
+    assert fine in legends["resnet-bn-all"]
+    assert fine not in legends["resnet-bn-curves"]
+    assert "η₀ = 10⁻³" in legends["resnet-bn-curves"]
+
+
 def test_the_headline_says_what_curves_are_means_over(tmp_path):
     three = rows(seeds=(0, 1, 2), **SMALL)
     for found, said in (

@@ -82,7 +82,7 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
                 alone = bool(pair[0].warmup_samples) and not any(_several(results, model, series) for series in pair)
                 if name not in shown and not alone:  # the paper's pair; others are in the figure of all
                     shown.add(name)
-                    yield name, curves_figure(results, model, pair, METRICS)
+                    yield name, curves_figure(results, model, pair, METRICS, _whole(results, model, pair))
             if set(every) != {series for pair in pairs[:1] for series in pair}:
                 yield f"{model}-all", curves_figure(results, model, every, ("train_loss", "test_accuracy"))
             constant = [series for series in every if _several(results, model, series)]
@@ -97,6 +97,14 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
                 yield f"{model}-micro", micro_figure(results, model)
             if results.ramps(model):
                 yield f"{model}-ramp", ramp_figure(results, model)
+
+
+def _whole(results: Results, model: str, columns: Sequence[Series]) -> set[float]:
+    """Return the η₀ that were tried at the most batch sizes: those of finer grids at a few would hide them."""
+    sizes: dict[float, set[int]] = {}
+    for run in (run for series in columns for run in results.group(model, series)):
+        sizes.setdefault(run.lr0, set()).add(run.batch_size)
+    return {lr0 for lr0, found in sizes.items() if len(found) == max(map(len, sizes.values()))}
 
 
 def _questions(results: Results, model: str) -> Iterator[tuple[str, list[tuple[str, Series]]]]:
@@ -132,9 +140,23 @@ def _micro(results: Results, model: str) -> dict[Series, list[Run]]:
 # --------------------------------------------------------------------------- the figures
 
 
-def curves_figure(results: Results, model: str, columns: Sequence[Series], metrics: Iterable[str]) -> Figure:
-    """Draw the paper's layout: a row for each metric, a column for each series, mean over seeds."""
-    runs = [run for series in columns for run in results.group(model, series)]
+def curves_figure(
+    results: Results,
+    model: str,
+    columns: Sequence[Series],
+    metrics: Iterable[str],
+    rates: Iterable[float] | None = None,
+) -> Figure:
+    """Draw the paper's layout: a row for each metric, a column for each series, mean over seeds.
+
+    Args:
+        results: all runs.
+        model: whose.
+        columns: which series.
+        metrics: which, where they were measured.
+        rates: which η₀; all if not given.
+    """
+    runs = [run for series in columns for run in results.group(model, series) if rates is None or run.lr0 in rates]
     look = _Look(runs)
     metrics = [metric for metric in metrics if any(_measured(run, metric) for run in runs)]
     groups = {
