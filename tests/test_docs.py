@@ -144,7 +144,7 @@ def test_a_warm_up_is_compared_over_the_batch_sizes_it_has(uneven_page):
     assert [(row["optimizer"], row["η₀"], row["batch sizes"]) for row in shown] == [
         (name, lr0, "25, 800")
         for name in ("Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B")
-        for lr0 in ("1e-5", "0.0001")
+        for lr0 in ("1e-5", "1e-4")
     ]
     cold, warm = (by_hand(found, (25, 800), lr0=1e-4, warmup_samples=n, **OURS) for n in (0, 25_000))
     assert (shown[1]["spread without"], shown[1]["spread with"]) == (f"{cold:.2g}", f"{warm:.2g}")
@@ -163,10 +163,10 @@ def test_rivals_rules_and_norms_are_compared_over_the_batch_sizes_they_have(unev
     assert not any(row["model"].startswith("ViT") for row in rivals)  # a stray run is no comparison
     values = [by_hand(found, (100, 400, 800), lr0=1e-4, **side) for side in (OURS, THEIRS)]
     for row in rivals:
-        assert (row["η₀"], row["batch sizes"]) == ("0.0001", "100, 400, 800")
+        assert (row["η₀"], row["batch sizes"]) == ("1e-4", "100, 400, 800")
         assert list(row.values())[-2:] == [f"{value:.2g}" for value in values]
     rules = tables(text, "rules")
-    assert [(row["η₀"], row["batch sizes"]) for row in rules] == [("0.0001", "100, 400"), ("0.001", "100, 400")]
+    assert [(row["η₀"], row["batch sizes"]) for row in rules] == [("1e-4", "100, 400"), ("1e-3", "100, 400")]
     for row, lr0 in zip(rules, (1e-4, 1e-3), strict=True):
         for rule in ("linear", "exponential"):
             value = by_hand(found, (100, 400), lr0=lr0, model="vit", algorithm="invariant", rule=rule)
@@ -197,7 +197,7 @@ def test_every_micro_batch_size_is_compared_where_the_others_are(uneven_page):
     shown = tables(text, "micro")
     # Learning rates that one M alone has are not in it, nor is the stray run.
     assert [(row["η₀"], row["M"]) for row in shown] == [
-        (lr0, M) for lr0 in ("0.0001", "0.0003", "0.001") for M in ("25", "100", "400")
+        (lr0, M) for lr0 in ("1e-4", "3e-4", "1e-3") for M in ("25", "100", "400")
     ]
     for row, lr0 in zip(shown, [1e-4] * 3 + [3e-4] * 3 + [1e-3] * 3, strict=True):
         M = int(row["M"])
@@ -216,11 +216,11 @@ def test_a_micro_batch_size_that_has_no_other_beside_it_has_its_own_spread(pages
     found = [r for r in uneven() if not same(r, batch_size=100, micro_batch_size=100, lr0=1e-4)]
     write(tmp_path / pages.LAB / "uneven", found)
     shown = {(row["η₀"], row["M"]): row for row in tables(filled(pages, tmp_path), "micro")}
-    assert shown["0.0003", "25"]["over B ="] == "100, 400"  # beside M = 100
-    row = shown["0.0001", "25"]
+    assert shown["3e-4", "25"]["over B ="] == "100, 400"  # beside M = 100
+    row = shown["1e-4", "25"]
     value = sum(by_hand(found, (25, 100, 400, 800), lr0=1e-4, seed=seed, **OURS) for seed in (0, 1, 2)) / 3
     assert (row["spread"], row["over B ="]) == (f"{value:.2g}", "25, 100, 400, 800; 3 seeds")
-    assert shown["0.0001", "100"]["spread"] == ""
+    assert shown["1e-4", "100"]["spread"] == ""
 
 
 def test_the_best_learning_rates_of_a_row_were_all_tried_by_all_of_it(uneven_page):
@@ -228,10 +228,10 @@ def test_the_best_learning_rates_of_a_row_were_all_tried_by_all_of_it(uneven_pag
     shown = [row for row in tables(text, "tuned") if any("M = 400" in name for name in row)]
     tried = {row["B"]: row["η₀ tried"] for row in shown}
     assert tried == {
-        "25": "1e-5, 0.0001, 0.001",
-        "100": "0.0001, 0.0003, 0.001",
-        "400": "0.0001, 0.0003, 0.001",
-        "800": "1e-5, 0.0001, 0.001",
+        "25": "1e-5, 1e-4, 1e-3",
+        "100": "1e-4, 3e-4, 1e-3",
+        "400": "1e-4, 3e-4, 1e-3",
+        "800": "1e-5, 1e-4, 1e-3",
     }
     assert [row[""] for row in shown] == ["training loss", "test accuracy"] * 4
     empty = {row["B"]: [name for name, cell in row.items() if not cell] for row in shown}
@@ -250,12 +250,12 @@ def test_the_spreads_name_their_batch_sizes_and_how_far_seeds_lie_apart(uneven_p
     ]
     means = [sum(side) / 3 for side in sides]
     ratios = [above / below for below, above in zip(*sides, strict=True)]
-    cell = row["η₀ = 0.0001"]
+    cell = row["η₀ = 1e-4"]
     assert cell.startswith(f"{means[0]:.2g}, {means[1]:.2g}: **{means[1] / means[0]:.0f}** (3 seeds: ")
     assert cell.endswith(f": {min(ratios):.0f}–{max(ratios):.0f})")
     assert min(ratios) < means[1] / means[0] < max(ratios)
     assert "seeds" not in row["η₀ = 1e-5"]
-    assert shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]["η₀ = 0.001"] == ""
+    assert shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]["η₀ = 1e-3"] == ""
     without = next(row for row in tables(text, "spreads") if row[""] == "the same without B = 800")
     below, above = (by_hand(found, (25, 100, 400), lr0=1e-5, **side) for side in (OURS, THEIRS))
     assert without["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}**"
@@ -263,14 +263,14 @@ def test_the_spreads_name_their_batch_sizes_and_how_far_seeds_lie_apart(uneven_p
 
 def test_the_spreads_are_at_learning_rates_that_several_models_have(pages, uneven_page, tmp_path):
     found, text = uneven_page
-    names = [f"η₀ = {lr0}" for lr0 in ("1e-5", "0.0001", "0.001")]
+    names = [f"η₀ = {lr0}" for lr0 in ("1e-5", "1e-4", "1e-3")]
     assert list(tables(text, "spreads")[0]) == ["", *names]  # neither 3e-4 of batch norm alone nor the stray run
     assert "and their ratio, at the learning rates that several models have:" in text
     write(tmp_path / pages.LAB / "uneven", [row for row in found if same(row, model="resnet-bn")])
     text = filled(pages, tmp_path)
     row = tables(text, "spreads")[0]
-    assert list(row) == ["", *names[:2], "η₀ = 0.0003", *names[2:]]
-    assert row["η₀ = 0.0003"].endswith(" (B = 100, 400)")
+    assert list(row) == ["", *names[:2], "η₀ = 3e-4", *names[2:]]
+    assert row["η₀ = 3e-4"].endswith(" (B = 100, 400)")
     assert "and their ratio:" in text
 
 
@@ -307,7 +307,7 @@ def test_what_one_side_lacks_is_not_in_the_spread_of_the_other(pages, tmp_path):
     row = shown["ResNet-18, batch norm, M = 25, B = 25, 100, 400, 800, 3 epochs"]
     below, above = (by_hand(found, (100, 400, 800), lr0=1e-5, **side) for side in (OURS, THEIRS))
     assert row["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}** (B = 100, 400, 800)"
-    assert " (3 seeds, B = 25, 100, 800: " in row["η₀ = 0.0001"]  # no mean over other batch sizes
+    assert " (3 seeds, B = 25, 100, 800: " in row["η₀ = 1e-4"]  # no mean over other batch sizes
     alone = by_hand(found, (100, 400, 800), lr0=1e-5, model="resnet-ln", **OURS)
     row = shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]
     assert row["η₀ = 1e-5"] == f"invariant alone: {alone:.2g}"
@@ -318,9 +318,9 @@ def test_a_stray_micro_batch_size_does_not_take_the_place_of_the_papers(pages, t
     found += rows(sizes=(400,), rates=(3e-4,), epochs=3, largest=800)
     write(tmp_path / pages.LAB / "stray", found)
     (row, _) = tables(filled(pages, tmp_path), "spreads")
-    assert list(row)[1:] == [f"η₀ = {lr0}" for lr0 in ("1e-5", "0.0001", "0.001")]  # one batch size has no column
+    assert list(row)[1:] == [f"η₀ = {lr0}" for lr0 in ("1e-5", "1e-4", "1e-3")]  # one batch size has no column
     below = by_hand(found, (25, 100, 400, 800), lr0=1e-4, **OURS)
-    assert row["η₀ = 0.0001"].startswith(f"{below:.2g}, ")
+    assert row["η₀ = 1e-4"].startswith(f"{below:.2g}, ")
 
 
 def test_a_ramp_is_compared_within_its_seeds(pages, tmp_path):

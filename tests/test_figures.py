@@ -321,7 +321,7 @@ def test_grids_in_folders_are_read_together(tmp_path):
     assert len(load(tmp_path).runs) == len(results.runs)
     other = change(rows("vit", **SMALL), {"test_loss": 7.0}, batch_size=25, lr0=1e-4, epoch=3)
     write(tmp_path / "again", other)
-    with pytest.raises(ValueError, match=r"different numbers for vit, Invariant Adam, η₀ = 0.0001, B = 25, seed 0"):
+    with pytest.raises(ValueError, match=r"different numbers for vit, Invariant Adam, η₀ = 1e-4, B = 25, seed 0"):
         load(tmp_path)
     write(tmp_path / "again", rows("vit", samples=2_000, **SMALL | {"rates": (1e-2,)}))
     with pytest.raises(ValueError, match=r"runs of vit with epochs of 2,000 and 50,000 samples"):

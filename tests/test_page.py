@@ -123,7 +123,7 @@ class TestInABrowser:
         assert label == ("Invariant Adam, η ∝ B: training loss over epoch, 8 curves. Arrow keys read the values.")
 
     def test_runs_are_toggled_by_learning_rate_batch_size_and_optimizer(self, browser):
-        browser.click("#rates label", "0.001")
+        browser.click("#rates label", "1e-3")
         browser.click("#sizes label", "100")
         browser.click("#series label", "Standard")
         assert drawn(browser) == [
@@ -161,7 +161,7 @@ class TestInABrowser:
         shown = browser.js("return document.getElementById('spreads').innerText")
         assert "∞" in shown
         assert "diverged: B = 400, seed 1, in epoch 3" in shown
-        browser.click("#spreads button", "0.001")
+        browser.click("#spreads button", "1e-3")
         assert {curve.split()[0] for _, found in drawn(browser) for curve in found} == {"0.001"}
 
     def test_light_and_dark(self, browser):

@@ -29,7 +29,7 @@ const ofModel = () => data.runs.filter((run) => run.model === state.model);
 const sizeOf = (run) => (run.ramp ? `ramp ${run.ramp}` : String(run.size));
 const unique = (values) => [...new Set(values)];
 const rates = () => unique(ofModel().map((run) => run.rate)).sort((a, b) => a - b);
-const rateText = (rate) => (rate < 1e-4 ? rate.toExponential() : String(rate));
+const rateText = (rate) => (rate < 0.01 ? rate.toExponential() : String(rate));
 const colour = (rate) => `var(--c${rates().indexOf(rate) % 7})`;
 
 function sizes() {

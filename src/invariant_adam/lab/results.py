@@ -609,10 +609,13 @@ def plain(value: float) -> float | str | None:
 def rate(lr0: float) -> str:
     """Write a learning rate.
 
-    >>> rate(1e-5), rate(0.001)
-    ('1e-5', '0.001')
+    >>> rate(1e-5), rate(0.0025), rate(0.01)
+    ('1e-5', '2.5e-3', '0.01')
     """
-    return f"{lr0:g}".replace("e-0", "e-")
+    if lr0 >= 0.01:
+        return f"{lr0:g}"
+    digits, _, exponent = f"{lr0:e}".partition("e")
+    return f"{float(digits):g}e{int(exponent)}"
 
 
 def remarks(results: Results) -> list[str]:
