@@ -132,7 +132,7 @@ class TestInABrowser:
         browser.click("#rates label", "1e-5")
         assert drawn(browser) == []
         assert "Nothing to draw" in browser.js("return document.getElementById('panels').innerText")
-        browser.click("#rates label", "0.001")
+        browser.click("#rates label", "1e-3")
         assert len(drawn(browser)[0][1]) == 3
 
     def test_metric_axis_scale_seeds_and_model_are_chosen(self, browser):
