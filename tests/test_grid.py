@@ -208,6 +208,50 @@ def test_a_budget_that_is_spent_begins_nothing(setup):
     assert rows_of(setup.folder) == []
 
 
+def test_a_run_is_given_the_time_of_the_slowest_of_the_last(setup, monkeypatch, tmp_path):
+    """By the least costs the second fits into the budget; the first took far more than that, so would the second."""
+    monkeypatch.setattr(grid, "SECONDS", tmp_path / "seconds.json")
+    first, *_ = grid.plan("vit", "smoke", choice=TINY).runs
+    second = first._replace(algorithm="standard", rule="square_root")
+    names = ("model", "algorithm", "batch_size", "seconds")
+    costs = [("vit", "invariant", first.batch_size, 1e-9), ("vit", "standard", first.batch_size, 1.0)]
+    grid.SECONDS.write_text(
+        json.dumps({"device": "one", "rows": [dict(zip(names, row, strict=True)) for row in costs]})
+    )
+    bounded = setup._replace(deadline=time.time() + 1_000)
+    told = Told()
+    grid.make([second], bounded._replace(out=tmp_path / "alone"), told)
+    assert told.of("done") == [second]
+    told = Told()
+    grid.make([first, second], bounded, told)
+    assert (told.of("done"), told.of("skipped")) == ([first], [second])
+    assert "times its estimate" in told[-1][2]
+
+
+def test_the_last_run_of_a_grid_has_the_device_to_itself(setup):
+    """Its seconds are not divided among lanes that were empty."""
+    runs = grid.plan("vit", "smoke", choice=TINY._replace(epochs=3)).runs[:3]
+    wide = setup._replace(lanes=2)
+    grid.make(runs, wide, Told())
+    found = [grid.finished(run, wide) for run in runs]
+    assert sorted(each["at_once"] for each in found if each is not None) == [1, 2, 2]
+
+
+def test_the_pace_forgets():
+    pace = grid.Pace(2)
+    assert pace.needs(4.0) == 4.0
+    pace.took(1.0, 0.0)
+    assert pace.needs(4.0) == 4.0
+    pace.took(6.0, 2.0)
+    pace.took(1.0, 2.0)
+    assert pace.needs(4.0) == 12.0
+    pace.took(3.0, 2.0)
+    assert pace.needs(4.0) == 6.0
+    pace.took(1.0, 2.0)
+    pace.took(1.0, 2.0)
+    assert pace.needs(4.0) == 4.0
+
+
 def test_a_failed_run_is_told_and_the_others_go_on(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     bad = found.runs[0]._replace(samples=3)

@@ -24,6 +24,7 @@ import math
 import multiprocessing
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -264,7 +265,8 @@ def finished(run: Run, setup: Setup) -> dict[str, Any] | None:
     return None
 
 
-def _store(run: Run, rows: list[Row], setup: Setup) -> None:
+def _store(run: Run, rows: list[Row], setup: Setup, lanes: int | None = None) -> None:
+    """Write a finished run; `lanes` is how many there were at its median epoch, if not all: fewer in a grid's tail."""
     device = torch.device(setup.device)
     clean = [{key: value if math.isfinite(value) else None for key, value in row.items()} for row in rows]
     record.write_json(
@@ -274,7 +276,7 @@ def _store(run: Run, rows: list[Row], setup: Setup) -> None:
             "rows": clean,
             "dataset": setup.digest,
             "engine": setup.engine,
-            "at_once": setup.lanes * setup.workers,
+            "at_once": (lanes or setup.lanes) * setup.workers,
             "device_type": setup.device,
             "precision": setup.precision,
             "graphs": setup.graphs and device.type == "cuda",
@@ -398,6 +400,39 @@ def estimate(run: Run, known: Costs) -> float | None:
     return known[key] * dearer * samples * run.epochs
 
 
+class Pace:
+    """How much longer runs take than their estimates say, which are the least: as the slowest of the last did.
+
+    A device that others use as well, or lanes whose updates wait for dearer ones, make it several times as long; and
+    a run that is cut off is lost.
+
+    Args:
+        last: runs that are looked back at.
+
+    >>> pace = Pace(2)
+    >>> pace.took(30.0, 10.0)
+    >>> pace.needs(5.0)
+    15.0
+    """
+
+    def __init__(self, last: int) -> None:
+        self._ratios: deque[float] = deque(maxlen=last)
+
+    @property
+    def factor(self) -> float:
+        """What estimates are multiplied by, at least 1."""
+        return max((1.0, *self._ratios))
+
+    def needs(self, estimated: float) -> float:
+        """Return the seconds that a run is to be given."""
+        return estimated * self.factor
+
+    def took(self, seconds: float, estimated: float) -> None:
+        """Hear of a run that is finished; one without an estimate says nothing."""
+        if estimated > 0.0:
+            self._ratios.append(seconds / estimated)
+
+
 # ---------------------------------------------------------------- work
 
 
@@ -418,14 +453,17 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
     sources: dict[str, Source] = {}
     known, _ = costs(setup.out, setup.device)
     writers = _Logs(setup)
+    at_once = setup.lanes * setup.workers
+    pace = Pace(2 * setup.lanes)
+    begun: dict[Run, tuple[float, float, list[int]]] = {}  # when, the estimate, and the lanes in use at each epoch
 
     def works() -> Iterator[tuple[Run, Any]]:
         for run in runs:
-            if setup.deadline is not None:
-                needed = (estimate(run, known) or 0.0) * setup.lanes * setup.workers
-                if time.time() + needed > setup.deadline:
-                    tell("skipped", run, f"it would need about {needed:.0f} s")
-                    continue
+            estimated = (estimate(run, known) or 0.0) * at_once
+            needed = pace.needs(estimated)
+            if setup.deadline is not None and time.time() + needed > setup.deadline:
+                tell("skipped", run, f"it would need about {needed:.0f} s, {pace.factor:.1f} times its estimate")
+                continue
             if run.model not in sources:
                 found = made_up(run.model) if setup.small else None
                 if found is None and setup.path is not None:
@@ -433,9 +471,11 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
                     found = read(setup.path)[0]
                 sources[run.model] = load(run.model, device, small=setup.small, found=found, precision=setup.precision)
             log = writers.open(run)
+            begun[run] = time.time(), estimated, []
 
             def on_epoch(row: Row, run: Run = run, log: Callable[[Row], None] = log) -> None:
                 log(row)
+                begun[run][-1].append(len(begun))
                 tell("epoch", run, row)
 
             source, engine, graphs = sources[run.model], setup.engine, setup.graphs
@@ -448,11 +488,15 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
     with fast, timing.many_graphs() if setup.compiled else nullcontext():
         for run, outcome in train.lanes(works(), setup.lanes, device):
             writers.close(run)
+            start, estimated, counts = begun.pop(run)
             if isinstance(outcome, Exception):
                 tell("error", run, f"{type(outcome).__name__}: {outcome}")
                 continue
-            _store(run, outcome, setup)
-            known[run.model, run.algorithm, run.batch_size] = cost(outcome, setup.lanes * setup.workers)
+            lanes = sorted(counts)[len(counts) // 2]
+            _store(run, outcome, setup, lanes)
+            pace.took(time.time() - start, estimated)
+            least = cost(outcome, lanes * setup.workers) / pace.factor
+            known.setdefault((run.model, run.algorithm, run.batch_size), least)
             tell("done", run, outcome[-1])
 
 
