@@ -221,10 +221,10 @@ def main(name: str, few: bool) -> None:
         made = launch(kernel, *args, grid=grid, warmup=True, **options)
         if made.hash not in compiled:
             compiled[made.hash] = kernel
-            how = {k: v for k, v in options.items() if k.isupper() or k.startswith("num_")}
+            how = {k: v for k, v in options.items() if isinstance(v, int | str)}
             told = {"kernel": title(kernel), "dtype": str(dtype), "options": how}
             told |= {"shared": made.metadata.shared, "spilled": spilled(made)}
-            print(json.dumps(told, default=str), flush=True)
+            print(json.dumps(told), flush=True)
         return made
 
     JITFunction.run = run

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import cdiv, next_power_of_2
 from .ops import operator
 
 CHUNK = 32  # sorted places that a block walks
@@ -180,16 +181,16 @@ def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None)
     c = None if c is None else c.to(torch.float32)
     tokens, order = torch.sort(ids.reshape(-1).to(torch.int32), stable=True)
     D, S = (torch.zeros(rows, width, dtype=torch.float32, device=G.device) for _ in range(2))
-    chunks = triton.cdiv(places, CHUNK)
+    chunks = cdiv(places, CHUNK)
     lead, trail = (torch.empty(chunks, width, dtype=torch.float32, device=G.device) for _ in range(2))
     runs = torch.empty(chunks, 2, 2, width, dtype=torch.float32, device=G.device)
-    bw = min(COLUMNS, max(32, triton.next_power_of_2(width)))
-    _walk[(chunks, triton.cdiv(width, bw))](
+    bw = min(COLUMNS, max(32, next_power_of_2(width)))
+    _walk[(chunks, cdiv(width, bw))](
         G, c, tokens, order, D, S, lead, trail, runs, places, ids.shape[1], width, CHUNK=CHUNK, BW=bw, num_warps=1
     )  # fmt: skip
     if chunks > 1:
         bw = min(bw, 64)
-        grid = (chunks - 1, triton.cdiv(width, bw))
+        grid = (chunks - 1, cdiv(width, bw))
         _join[grid](
             c, tokens, order, lead, trail, runs, places, ids.shape[1], width,
             CHUNK=CHUNK, BW=bw, AHEAD=AHEAD, num_warps=4,

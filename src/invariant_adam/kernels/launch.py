@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction, driver
+
+if os.environ.get("INVARIANT_ADAM_TRITON") == "0":  # all modules of kernels import this one
+    raise ImportError("INVARIANT_ADAM_TRITON=0 leaves Triton's kernels out: plain torch takes their place")
 
 # The versions whose compiled kernels are started as `Launch` does it; with others Triton starts them itself. So it does
 # on AMD's chips, for which it also compiles by the size of the memory that a tensor is in: `kind` does not look at it.
