@@ -193,15 +193,15 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
     squares: list[Any] = [None] * len(entries)
     for k in kept:
         lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
-        theirs = [s if d is None else s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
+        # A micro-batch's own mean is W/W_k = κ c_k times its share of the mini-batch's, which is what the cotangents
+        # are in one pass. So are the loop's, that many times as large: a hook that clamps them is seen.
+        times = groups.kappa * c[k] if engine.reduction == "mean" else 1.0
+        larger = times or 1.0
+        theirs = [s if d is None else larger * s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
         with plainly(engine):
             a, kw = cut((args, kwargs), groups, k)
             grads = _grad(engine, model, a, kw, params, theirs)
-        # A scalar is the micro-batch's own mean, of which the mini-batch's holds the share W_k/W =
-        # 1/(κ c_k).
-        share = 1 / (groups.kappa * c[k]) if c[k] else 0.0
-        if batched or engine.reduction == "sum":
-            share = 1.0
+        share = 1 / larger if batched or times else 0.0
         for i, g in enumerate(grads):
             if g is not None:
                 s = share * g.double()
@@ -268,5 +268,6 @@ def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], s
         raise UnsupportedUse(
             "one pass and the loop over micro-batches disagree on this model:\n  " + "\n  ".join(wrong) + "\nEither "
             "samples of different micro-batches influence each other, or an operation is not "
-            "covered; loop over micro-batches"
+            "covered, or a hook or a backward of your own is not linear in the gradient (it clamps?), which is smaller "
+            "in one pass; loop over micro-batches"
         )

@@ -24,7 +24,7 @@ from .check import verify
 from .dispatch import OnePassParameter
 from .engine import Engine
 from .groups import Groups, UnsupportedUse
-from .handles import Entry, State
+from .handles import Entry, State, Watched
 from .into import Sink
 from .tracing import Tuples
 
@@ -157,6 +157,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         self.room = min((getattr(taker, "room", 0) for taker in {entry.taker for entry in entries}), default=0)
         for entry in entries:
             p = entry.param
+            if p._backward_hooks:
+                self.undo.append(Watched(engine, entry))
             self.armed.append(entry)
             entry.before = p.grad
             p.grad = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -134,6 +135,38 @@ class Entry:
         self.fired += 1
         if self.watcher is not None:
             self.watcher(self)
+
+
+class Watched:
+    """The hooks on a parameter (register_hook), until `remove`: they may look at its gradient, and not change it."""
+
+    def __init__(self, engine: Engine, entry: Entry) -> None:
+        self.engine, self.name = engine, entry.name
+        self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = entry.param._backward_hooks  # type: ignore[assignment]
+        self.plain = dict(self.hooks)
+        for key, hook in self.plain.items():
+            self.hooks[key] = partial(self._call, hook)
+
+    def remove(self) -> None:
+        """Leave the hooks as they were, but for those that are gone."""
+        self.hooks.update({key: hook for key, hook in self.plain.items() if key in self.hooks})
+
+    def _call(self, hook: Callable[[Tensor], Tensor | None], grad: Tensor) -> Tensor | None:
+        version = grad._version
+        out = hook(grad)
+        if self.engine.single:
+            return out  # the square is made of what the hook has left
+        changed = grad._version != version
+        if out is not None and out is not grad and not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            same = (out == grad) | (out.isnan() & grad.isnan())
+            changed = changed or not bool(same.all())
+        if changed:
+            raise UnsupportedUse(
+                f"{self.name} has a hook (register_hook) that changed its gradient, and could not change the squares "
+                "of its micro-batches; remove it, or loop over micro-batches. Drop an update that has begun with "
+                "opt.abandon()"
+            )
+        return out
 
 
 class Handle:
