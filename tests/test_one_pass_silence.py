@@ -607,6 +607,22 @@ def test_a_hook_that_changes_gradients_on_some_data_only(hook, check):
     assert model[2].bias._backward_hooks == kept
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_comes_inside_a_context_is_refused(register):
+    model, x = nn.Linear(3, 2), torch.randn(8, 3)
+    hook = (lambda g: 2 * g) if register == "register_hook" else (lambda p: p.grad.mul_(2) and None)
+    for check in (True, False):
+        refused = pytest.raises(ia.UnsupportedUse, match=rf"weight .* a hook \({register}\)")
+        with refused, ia.one_pass(model, 2, check=check):
+            loss = model(x).square().mean()
+            getattr(model.weight, register)(hook)
+            loss.backward()
+    with ia.one_pass(model, 2):
+        opt = ia.InvariantAdam(model.parameters())  # whose own hooks may come
+        model(x).square().mean().backward()
+    opt.step()
+
+
 class Clamped(nn.Module):
     """A gradient that is clamped on its way back: one pass divides it by κ before, the loop after."""
 

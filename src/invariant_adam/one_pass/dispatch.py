@@ -33,6 +33,8 @@ RULES: dict[str, Rule] = {}
 class OnePassParameter(nn.Parameter):
     """A parameter inside an open context: its class is swapped for this one and swapped back."""
 
+    one_pass_entry: Entry
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -42,6 +44,18 @@ class OnePassParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():  # a copy is outside of the context
             copy = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return copy
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse it: the hooks that may not change a gradient are those that were there when the context opened."""
+        raise UnsupportedUse(
+            f"{self.one_pass_entry.name} is given a hook (register_hook) inside one_pass, which does not watch it "
+            "there; register it before"
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refuse those of others, as on entry."""
+        self.one_pass_entry.refuse_after(hook)
+        return super().register_post_accumulate_grad_hook(hook)
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:

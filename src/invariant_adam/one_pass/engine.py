@@ -130,7 +130,7 @@ class Engine:
         if isinstance(t, Lifted):
             return t.handle
         if isinstance(t, OnePassParameter):
-            entry: Entry = t.one_pass_entry  # type: ignore[attr-defined]
+            entry: Entry = t.one_pass_entry
             if entry.tied:
                 if entry.shared is None:
                     self.share(entry)

@@ -114,12 +114,16 @@ class Entry:
         if len(hooks) == self.hooks:
             return
         for hook in dict(hooks).values():
-            if not str(hook.__module__).startswith(__name__.partition(".")[0]):
-                raise UnsupportedUse(
-                    f"{self.name} has a hook (register_post_accumulate_grad_hook) that would see the gradient of a "
-                    "whole mini-batch, and could change it without its square; remove it, or loop over micro-batches"
-                )
+            self.refuse_after(hook)
         self.hooks = len(hooks)
+
+    def refuse_after(self, hook: Callable[[Tensor], None]) -> None:
+        """Refuse a hook after a gradient that is not this package's."""
+        if not str(hook.__module__).startswith(__name__.partition(".")[0]):
+            raise UnsupportedUse(
+                f"{self.name} has a hook (register_post_accumulate_grad_hook) that would see the gradient of a whole "
+                "mini-batch, and could change it without its square; remove it, or loop over micro-batches"
+            )
 
     def is_empty(self) -> bool:
         """Whether neither a gradient nor a square has arrived."""
