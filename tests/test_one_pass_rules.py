@@ -170,6 +170,7 @@ CASES = {
         Call(lambda s, x: F.linear(x, s.w) + x @ s.a @ s.b + x @ (s.a @ s.b), w=(5, 5), a=(5, 2), b=(2, 5)), rnd(B, 4, 5)
     ),
     "einsum": lambda: (Call(lambda s, x: torch.einsum("btd,hde->bhte", x, s.w), w=(2, 5, 3)), rnd(B, 4, 5)),
+    "tensordot": lambda: (Call(lambda s, x: torch.tensordot(x, s.w, ([2], [1])), w=(2, 5, 3)), rnd(B, 4, 5)),  # out=None
     "relative_bias": lambda: (
         Call(lambda s, x: (s.t[s.index].permute(2, 0, 1).softmax(-1) @ s.m[0](x)[:, None]).sum(1), nn.Linear(4, 4),
              t=(6, 3)),

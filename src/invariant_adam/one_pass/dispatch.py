@@ -172,7 +172,7 @@ def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs
                 f"{engine.names(engine.handle_of(t) for t in a)} goes through {name} in a {type(a).__name__}, which "
                 "one_pass does not look into; give it a list, a tuple or a named tuple"
             )
-    if name in WRITERS or "out" in kwargs:
+    if name in WRITERS or kwargs.get("out") is not None:
         raise UnsupportedUse(
             f"{names} goes through {name}, which writes in place; one_pass follows values only: "
             f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[i] = p)"
