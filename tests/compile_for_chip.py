@@ -18,8 +18,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.pop("TRITON_INTERPRET", None)  # before kernels are made
-
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
