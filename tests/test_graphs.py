@@ -203,6 +203,25 @@ def test_what_is_held_of_an_earlier_backward_is_seen(way):
     assert kept > 0
 
 
+def test_a_capture_inside_autocast_is_refused():
+    """Its cache would give every update the weights of the first, silently."""
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+    opt, losses = ia.InvariantAdam(model.parameters(), lr=0.1, micro_batch_size=4), []
+
+    def update():
+        with torch.autocast("cpu"):
+            loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match=r"open it in update\(\)"):
+        ia.capture(opt, update)
+    with torch.autocast("cpu", cache_enabled=False):
+        ia.capture(opt, update)
+    assert len(set(losses)) == 3
+
+
 @pytest.mark.gpu
 def test_a_capture_beside_a_held_loss_is_refused_before_anything_changes():
     model = nn.Linear(3, 1).cuda()

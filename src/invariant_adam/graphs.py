@@ -270,6 +270,11 @@ def _refuse(optimizer: InvariantAdam) -> None:
             'on_nonfinite="raise" asks the device at every step, which a graph cannot; use "skip" and read '
             "opt.nonfinite now and then"
         )
+    if torch.is_autocast_enabled(devices.pop().type) and torch.is_autocast_cache_enabled():
+        raise RuntimeError(
+            "capture inside an open autocast, which keeps the casts of the weights that its first forward made, so "
+            "that no update would see what the one before did; open it in update(), around the forward alone"
+        )
     _refuse_step_hooks(optimizer)
     if optimizer._update.parts:
         raise RuntimeError("capture in the middle of an update; close it with opt.step() or drop it with opt.abandon()")
