@@ -24,7 +24,7 @@ class UnsupportedUse(RuntimeError):  # noqa: N818 - it names what happened
 
 
 def without_samples(names: str, what: str) -> UnsupportedUse:
-    """The refusal of a value made of parameters alone that meets no sample: a penalty.
+    """The refusal of a value made of parameters alone that meets no sample: a penalty, or a factor of the loss.
 
     Args:
         names: of the parameters.
@@ -32,9 +32,9 @@ def without_samples(names: str, what: str) -> UnsupportedUse:
     """
     return UnsupportedUse(
         f"a value made of {names} alone {what}: it belongs to no sample, so that no micro-batch has a share of its "
-        "gradient. Add a penalty to the loss of each sample inside the model (losses + penalty, whose mean is then "
-        "taken), decouple it (weight_decay= of the optimizer), or loop over micro-batches; return value.detach() where "
-        "it is only to be looked at"
+        "gradient. Add a penalty to the loss of each sample inside the model, and multiply by a factor there (factor * "
+        "losses + penalty, whose mean is then taken), decouple it (weight_decay= of the optimizer), or loop over "
+        "micro-batches; return value.detach() where it is only to be looked at"
     )
 
 

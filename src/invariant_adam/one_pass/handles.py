@@ -103,7 +103,7 @@ class Entry:
         """Refuse hooks of others that could change a gradient and not its square.
 
         Args:
-            called: whether hooks on the parameter itself are called; what they do is then for the check to see.
+            called: whether hooks on the parameter itself are called; what they do is then for `Watched` to see.
         """
         if self.param._backward_hooks and not called:
             raise UnsupportedUse(
