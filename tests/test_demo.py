@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": source, "COLUMNS": "200"},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # the tests may run in the background
     )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("runs/*.json")) and time.monotonic() < deadline:
