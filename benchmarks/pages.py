@@ -385,9 +385,6 @@ def nccl_rows():
                 continue
             cells = [f"{found[m]['ratio']:.2f}" if m in found else "" for m in methods[1:]]
             yield "| " + " | ".join([label, f"{found['AdamW']['ms']:.1f}", *cells]) + " |"
-        if "remark" in result:
-            yield ""
-            yield result["remark"]
         yield ""
         yield f"Largest differences from the reference in float64 after {result['updates']} updates of 3 micro-batches"
         yield "in float32, of the small network above:"

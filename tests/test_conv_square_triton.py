@@ -124,7 +124,7 @@ def test_which_ways_there_are():
     assert names(geometry((8, 16, 1, 1), padding=(0, 0))) == ["product", "unfold", "library"]
     assert names(geometry((8, 16, 1, 1), (2, 2), (0, 0))) == ["implicit", "product", "unfold", "library"]
     assert names(geometry((8, 3, 7, 7), (2, 2), (3, 3))) == ["packed", "implicit", "unfold", "library"]
-    padded = ["padded"] if chip.has_tile_loads(torch.device(DEVICE)) else []
+    padded = ["padded"] if chip.of(torch.device(DEVICE)).tile_loads else []
     assert names(geometry((72, 64, 3, 3))) == ["implicit", *padded, "library"]
     assert names(geometry((72, 64, 3, 3)), (8, 8)) == ["implicit", "library"]
     assert names(geometry((24, 4, 3, 3), groups=3)) == ["implicit", "library"]

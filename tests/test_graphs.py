@@ -242,6 +242,23 @@ def test_a_capture_beside_a_held_loss_is_refused_before_anything_changes():
     ia.capture(opt, update)()
 
 
+@pytest.mark.gpu
+def test_a_hook_that_may_change_a_gradient_in_a_replay_is_refused():
+    """It changed none before: its clamp acts on large gradients only, and nobody would look in a replay."""
+    model = nn.Linear(3, 1).cuda()
+    opt, x = ia.InvariantAdam(model.parameters(), micro_batch_size=4), torch.randn(8, 3, device="cuda")
+    model.weight.register_hook(lambda g: g.clamp(-1e6, 1e6))
+
+    def update():
+        with ia.one_pass(model, 4):
+            model(x).square().mean().backward()
+        opt.step()
+
+    update()
+    with pytest.raises(ia.UnsupportedUse, match=r"in a capture: that returned another tensor"):
+        ia.capture(opt, update)
+
+
 def test_a_failed_capture_says_what_is_likely_the_cause():
     model, opt, update = make(torch.float64, 1, False)
     update()

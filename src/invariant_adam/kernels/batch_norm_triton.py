@@ -263,7 +263,7 @@ class Plan:
         self.rows, self.channels = rows, channels  # rows per group
         bc = min(CHANNELS, next_power_of_2(channels))
         columns = cdiv(channels, bc)
-        wanted = cdiv(8 * chip.multiprocessors(device), columns * kappa)
+        wanted = cdiv(8 * chip.of(device).multiprocessors, columns * kappa)
         chunk = cdiv(rows, max(1, min(wanted, CHUNKS, rows // (4 * ROWS))))  # rows
         self.chunks = chunks = cdiv(rows, chunk)  # per group
         self.blocks = columns * chunks * kappa

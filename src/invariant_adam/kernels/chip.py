@@ -30,16 +30,6 @@ def of(device: torch.device) -> Chip:
     return Chip(found.multi_processor_count, memory, capability >= (9, 0), capability >= (8, 0), capability > (0, 0))
 
 
-def multiprocessors(device: torch.device) -> int:
-    """How many blocks run at once where each fills a multiprocessor."""
-    return of(device).multiprocessors
-
-
-def has_tile_loads(device: torch.device) -> bool:
-    """Whether the hardware loads tiles by descriptor."""
-    return of(device).tile_loads
-
-
 def precision(device: torch.device, tf32: bool) -> str:
     """How float32 is multiplied: in tf32 where the user allows it and the chip can, else exactly."""
     return "tf32" if tf32 and of(device).tf32 else "ieee"

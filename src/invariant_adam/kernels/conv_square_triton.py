@@ -324,7 +324,7 @@ class Plan:
         columns = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
         tiles = geo.groups * cdiv(out, config.bm) * columns
         loads = [
-            chip.has_tile_loads(G.device)
+            chip.of(G.device).tile_loads
             and t.shape[1] // geo.groups * t.element_size() % 16 == 0
             and t.data_ptr() % 16 == 0
             for t in (G, X)
@@ -346,7 +346,7 @@ class Plan:
             self.of_g = Tiles(G.permute(0, 2, 3, 1).flatten(0, 1), [1, config.bk, config.bm])
         elif loads[0]:
             self.of_g = Tiles(G.permute(0, 2, 3, 1).view(kappa, rows, -1), [1, config.bk, config.bm])
-        whole, size, parts = divide(tiles, kappa, rows, config, chip.multiprocessors(G.device))
+        whole, size, parts = divide(tiles, kappa, rows, config, chip.of(G.device).multiprocessors)
         rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
         if split:
             size = cdiv(steps, parts)
@@ -496,7 +496,7 @@ def depthwise(G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor | None,
     bc = min(64, max(16, next_power_of_2(out)))
     across = cdiv(out, bc)
     # Enough blocks for the chip, of at least 1024 rows each.
-    wanted = cdiv(8 * chip.multiprocessors(G.device), across * kh * kw * kappa)
+    wanted = cdiv(8 * chip.of(G.device).multiprocessors, across * kh * kw * kappa)
     chunk = cdiv(rows, max(1, min(wanted, rows // 1024)))
     chunks = cdiv(rows, chunk)
     partial = torch.empty(kappa, chunks, kh * kw, out, dtype=torch.float32, device=G.device)

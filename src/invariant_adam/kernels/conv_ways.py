@@ -316,7 +316,7 @@ def _of_taps(G: Tensor, X: Tensor, geo: Geometry) -> dict[str, list[Config]]:
     kappa, images, _, height, width = G.shape
     places, inner, columns = (images, height, width), geo.weight[1], math.prod(geo.weight[1:])
     ways = {"implicit": tiles(geo, places, G.dtype)}
-    if boxed(geo, X) and chip.has_tile_loads(G.device) and inner >= 64 and box(64, *places) is None:
+    if boxed(geo, X) and chip.of(G.device).tile_loads and inner >= 64 and box(64, *places) is None:
         even = tiles(geo, (images, *sides(height, width)), G.dtype)
         ways["padded"] = [config for config in even if config.boxes]
     if geo.groups == 1:
@@ -334,7 +334,7 @@ def _of_one_tap(G: Tensor, geo: Geometry) -> dict[str, list[Config]]:
     if switches != (0, 1):  # `gemm_square` goes by the second, and would be too coarse
         product = {"product": [Config()]}
         blocks = G.shape[0] * cdiv(geo.weight[0], 128) * cdiv(geo.weight[1], 128)
-        few = rows >= 1024 and blocks < chip.multiprocessors(G.device)  # `gemm_square` takes no groups apart
+        few = rows >= 1024 and blocks < chip.of(G.device).multiprocessors  # `gemm_square` takes no groups apart
         finer = switches == (1, 0) and rows >= 16  # than need be, and slower
         ways = ways | product if few or finer else product | ways
     if geo.stride != (1, 1):

@@ -220,7 +220,7 @@ def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torc
     bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
     tiles = cdiv(m, bm) * cdiv(n, bn)
     cut = _cut(tiles, kappa, rows, device) if config.split and chip.of(device).publishes else None
-    aligned = chip.has_tile_loads(device) and m * size % 16 == 0 and n * size % 16 == 0
+    aligned = chip.of(device).tile_loads and m * size % 16 == 0 and n * size % 16 == 0
     fixed = {
         "M": m, "N": n, "R": rows, "KAPPA": kappa, "BM": bm, "BN": bn, "BK": bk, "BAND": config.band,
         "num_warps": config.warps, "num_stages": chip.stages(device, (bm + bn) * bk * size, config.stages),
@@ -306,7 +306,7 @@ def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
 
 @lru_cache(maxsize=256)
 def _cut(tiles: int, kappa: int, rows: int, device: torch.device) -> Cut | None:
-    count = chip.multiprocessors(device)
+    count = chip.of(device).multiprocessors
     size = divide(tiles, kappa, rows, count)
     if size >= kappa:
         return None

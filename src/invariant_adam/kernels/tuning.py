@@ -13,6 +13,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -51,7 +52,8 @@ def best(
         return type(choice)(*known)
     if os.environ.get("INVARIANT_ADAM_TUNE", "0") in ("", "0") or _capturing(device):
         return choice
-    found = _fastest([choice, *candidates()], run, timer or _milliseconds)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        found = _fastest([choice, *candidates()], run, timer or _milliseconds)
     _keep(_file(device), kernel, _key(shape), list(found))
     return found
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..kernels.gemm_square import wide
 from .groups import UnsupportedUse
 from .pair import Taker
+from .probe import same
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -161,14 +162,15 @@ class Watched:
         if self.engine.single:
             return out  # the square is made of what the hook has left
         changed = grad._version != version
-        if out is not None and out is not grad and not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
-            same = (out == grad) | (out.isnan() & grad.isnan())
-            changed = changed or not bool(same.all())
+        if out is not None and out is not grad and not changed:
+            # A capture cannot ask whether it is another, and its replays would not ask at all.
+            capturing = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+            changed = capturing or not bool(same(out, grad).all())
         if changed:
             raise UnsupportedUse(
-                f"{self.name} has a hook (register_hook) that changed its gradient, and could not change the squares "
-                "of its micro-batches; remove it, or loop over micro-batches. Drop an update that has begun with "
-                "opt.abandon()"
+                f"{self.name} has a hook (register_hook) that changed its gradient (in a capture: that returned "
+                "another tensor), and could not change the squares of its micro-batches; remove it, let it return None "
+                "if it only looks, or loop over micro-batches. Drop an update that has begun with opt.abandon()"
             )
         return out
 

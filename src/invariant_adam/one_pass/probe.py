@@ -93,10 +93,10 @@ def close(a: Tensor, b: Tensor, slack: float = 1) -> bool:
         tolerance = max(tolerance, 1e-2 if slack == 1 else 5e-2)
     scale, equal = 0.0, True
     for x, y in _pieces(a, b):
-        equal = equal and bool(_same(x, y).all())
+        equal = equal and bool(same(x, y).all())
         finite = y[y.isfinite()]
         scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
-    return equal or all(bool((_same(x, y) | ((x - y).abs() <= tolerance * scale)).all()) for x, y in _pieces(a, b))
+    return equal or all(bool((same(x, y) | ((x - y).abs() <= tolerance * scale)).all()) for x, y in _pieces(a, b))
 
 
 def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,7 +105,8 @@ def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield x.double(), y.double()
 
 
-def _same(x: Tensor, y: Tensor) -> Tensor:
+def same(x: Tensor, y: Tensor) -> Tensor:
+    """Where two tensors are equal, not-a-numbers too."""
     return (x == y) | (x.isnan() & y.isnan())
 
 
