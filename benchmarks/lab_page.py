@@ -9,7 +9,7 @@ from pathlib import Path
 
 from invariant_adam.lab import record
 from invariant_adam.lab import results as lab
-from invariant_adam.lab.results import METRICS, MODELS, rate
+from invariant_adam.lab.results import METRICS, MODELS, rate, ratio
 
 FIGURES = Path("docs/figures/lab")
 SECONDS = Path("benchmarks/results/lab_seconds_h200.json")
@@ -148,8 +148,8 @@ def title(model):
     return MODELS.get(model, model)
 
 
-def times(ratio):
-    return say(ratio, ".0f" if ratio >= 10 else ".2g")
+def times(value):
+    return say(value, ".0f" if value >= 10 else ".2g")
 
 
 def listed(values):
@@ -160,11 +160,6 @@ def alike(found, *keys):
     """The spreads of model, series and learning rate each over what all of them have; none where that is too little."""
     spreads = lab.compare([found.group(*key) for key in keys])
     return [] if any(math.isnan(spread.value) for spread in spreads) else spreads
-
-
-def ratio(below, above):
-    """One spread over another; no number where both are infinite."""
-    return math.nan if math.isinf(below) and math.isinf(above) else above / below if below else math.inf
 
 
 def over(spread):

@@ -397,13 +397,25 @@ def spreads(results: Results) -> list[Row]:
     return rows
 
 
+def ratio(below: float, above: float) -> float:
+    """Return one spread over another; no number where both are infinite or one is none.
+
+    >>> ratio(0.5, 2.0), ratio(0.0, 2.0), ratio(math.inf, math.inf)
+    (4.0, inf, nan)
+    """
+    if math.isnan(below) or math.isnan(above) or (math.isinf(below) and math.isinf(above)):
+        return math.nan
+    return above / below if below else math.inf
+
+
 def _ratio(runs: Sequence[Run], rival: Sequence[Run]) -> tuple[float, str]:
     below, above = compare((runs, rival))
     whole = measure(runs)
-    if math.isnan(below.value) or math.isnan(above.value) or (math.isinf(below.value) and math.isinf(above.value)):
-        return math.nan, ""
+    value = ratio(below.value, above.value)
+    if math.isnan(value):
+        return value, ""
     said = [f"B = {_list(s.batch_sizes)}; seeds {_list(s.per_seed)}; {s.epochs} epochs" for s in (below, whole)]
-    return (above.value / below.value if below.value else math.inf), "" if said[0] == said[1] else said[0]
+    return value, "" if said[0] == said[1] else said[0]
 
 
 def common_size(sides: Collection[Iterable[int]]) -> int:
