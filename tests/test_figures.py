@@ -328,6 +328,19 @@ def test_grids_in_folders_are_read_together(tmp_path):
         load(tmp_path)
 
 
+def test_a_grid_without_a_run_does_not_keep_others_from_being_drawn(tmp_path):
+    write(tmp_path / "a", [])
+    with pytest.raises(ValueError, match=r"results\.csv has no rows: no run of this grid is finished"):
+        load(tmp_path)
+    write(tmp_path / "b", rows(**SMALL))
+    assert len(load(tmp_path).runs) == len(load(tmp_path / "b").runs)
+    result = run(tmp_path / "b" / "results.csv", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    (tmp_path / "a" / "results.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"a.results\.csv is damaged: "):
+        load(tmp_path)
+
+
 def test_what_cannot_be_read_is_refused_by_file_and_line(tmp_path):
     with pytest.raises(ValueError, match=r"no results\.csv in .*: `invariant-adam reproduce` writes one"):
         load(tmp_path)

@@ -1,16 +1,25 @@
 import csv
+import inspect
 import json
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from invariant_adam.cli import app
-from invariant_adam.lab import grid
+import invariant_adam
+from invariant_adam.cli import app, experiments
+from invariant_adam.lab import data, grid
 from invariant_adam.lab.grid import Choice, Setup
+from invariant_adam.lab.results import rate
 from invariant_adam.lab.runs import TASKS, Run
 
 TINY = Choice(epochs=1, lrs=(1e-3,), batch_sizes=(5, 20), samples=40)
@@ -85,6 +94,14 @@ def test_the_user_has_the_last_word():
     assert run == Run("resnet-ln", "adama", "linear", 50, 50, 400, 1e-2, 7, 3, 2_000)
     with pytest.raises(ValueError, match="must divide"):
         grid.plan("resnet-ln", "short", "curves", Choice(batch_sizes=(75,)))
+    for wrong, message in (
+        (Choice(batch_sizes=()), "batch_sizes must name at least one"),
+        (Choice(samples=799), "at least max_batch_size=800"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grid.plan("resnet-ln", "short", "curves", wrong)
+    with pytest.raises(ValueError, match="two or more for a ramp, got 100"):
+        grid.plan("resnet-ln", "short", "ramp", Choice(batch_sizes=(100,)))
     with pytest.raises(ValueError, match="some of"):
         grid.read_algorithms("sgd", "curves")
     assert grid.read_algorithms("standard", "rivals") == (("standard", "square_root"),)
@@ -177,6 +194,8 @@ def test_a_run_of_another_grid_is_taken_over(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     grid.make(found.runs[:1], setup, Told())
     other = setup._replace(grid="vit-rivals-smoke-e1-n40")
+    assert grid.finished(found.runs[0], other, take=False) is not None
+    assert not other.folder.exists()
     assert grid.finished(found.runs[0], other) is not None
     assert len(list(other.folder.glob("*.json"))) == 1
     assert grid.finished(found.runs[0], setup._replace(digest="other data")) is None
@@ -196,6 +215,15 @@ def test_processes_make_what_one_makes(setup):
     grid.gather(found, alone, "")
     one = {(row["algorithm"], row["batch_size"]): float(row["train_loss"]) for row in rows_of(alone.folder)}
     assert one == pytest.approx(several, rel=1e-6)
+
+
+def test_data_that_are_too_few_are_refused_before_a_run_begins(setup):
+    found = grid.prepare(grid.plan("vit", "smoke"), setup)
+    assert isinstance(found, data.Images)
+    with pytest.raises(ValueError, match="samples must be at most the 120 of the training set, got 121"):
+        grid.prepare(grid.plan("vit", "smoke", choice=Choice(samples=121)), setup)
+    with pytest.raises(ValueError, match="max_batch_size must be at most the 120 training samples, got 200"):
+        grid.prepare(grid.plan("vit", "smoke", choice=Choice(max_batch_size=200)), setup)
 
 
 def test_a_budget_that_is_spent_begins_nothing(setup):
@@ -275,11 +303,14 @@ def test_a_run_that_diverged_is_kept_and_says_nan(setup):
 def test_tensorboard_logs_are_written(setup):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = grid.plan("vit", "smoke", choice=TINY).runs[0]
-    grid.make([run], setup._replace(tensorboard=True), Told())
-    found = events.EventAccumulator(str(setup.folder / "tensorboard" / grid.run_id(run, setup)))
+    folder = setup.folder / "tensorboard" / grid.run_id(run, setup)
+    for _ in range(2):  # the first time it is stopped before its file is written: its logs are not added to
+        grid.make([run], setup._replace(tensorboard=True), Told())
+        stored = grid.finished(run, setup)
+        (setup.folder / f"{grid.run_id(run, setup)}.json").unlink()
+    found = events.EventAccumulator(str(folder))
     found.Reload()
     (scalar,) = found.Scalars("train_loss")
-    stored = grid.finished(run, setup)
     assert stored is not None
     assert scalar.step == 40
     assert scalar.value == pytest.approx(stored["rows"][0]["train_loss"])
@@ -300,7 +331,7 @@ def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     assert grid.estimate(run, known) == pytest.approx(16.0)
     assert grid.estimate(run._replace(samples=0, epochs=1), known) == pytest.approx(50.0)
     assert grid.estimate(run._replace(batch_size=25), known) > 16.0
-    assert grid.estimate(run._replace(algorithm="invariant"), known) is None
+    assert grid.estimate(run._replace(model="vit"), known) is None
     assert grid.costs(tmp_path, "cuda") == ({}, "")
     grid.ship(tmp_path, "cpu")
     shipped, source = grid.costs(tmp_path / "nothing", "cuda")
@@ -308,11 +339,34 @@ def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     assert source.startswith("runs on ")
 
 
+def test_an_algorithm_without_a_cost_borrows_one():
+    known = {("vit", "invariant", 25): 3.0, ("vit", "standard", 25): 2.0, ("vit", "standard", 400): 1.0}
+    known |= {("vit", "accumulate", 400): 9.0, ("resnet-bn", "adama", 100): 9.0}
+    run = Run("vit", "adama", "square_root", 50, 25, 400, 1e-4, 0, 1, samples=400)
+    assert grid.lender(run, known) == ("vit", "invariant", 25)  # the nearest batch size, and there the dearest
+    assert grid.lender(run._replace(batch_size=200), known) == ("vit", "standard", 400)
+    assert grid.estimate(run._replace(batch_size=25), known) == pytest.approx(3.0 * 400)
+    alone = {("vit", "accumulate", 400): 9.0}
+    assert grid.lender(run, alone) is None
+    assert grid.lender(run._replace(algorithm="accumulate"), known) == ("vit", "accumulate", 400)
+    assert grid.estimate(run._replace(algorithm="accumulate", model="resnet-bn"), known) is None
+    own = known | {("vit", "adama", 400): 5.0}
+    assert grid.lender(run, own) == ("vit", "adama", 400)
+
+
 # ---------------------------------------------------------------- the command
 
 
 def invoke(*words: str):
-    return CliRunner().invoke(app, ["reproduce", *words])
+    return CliRunner().invoke(app, ["reproduce", *words], env={"COLUMNS": "80"})
+
+
+def dry(monkeypatch, *words: str) -> str:
+    """What a dry run shows at a terminal of 80 columns."""
+    monkeypatch.setattr(sys, "argv", ["invariant-adam", "reproduce", *words, "--dry-run"])
+    found = invoke(*words, "--dry-run")
+    assert found.exit_code == 0, found.output
+    return found.stdout
 
 
 @pytest.mark.slow
@@ -352,28 +406,161 @@ def test_the_dry_run_shows_the_grid_its_cost_and_the_commands(tmp_path):
     shown = invoke(*words)
     assert shown.exit_code == 0, shown.output
     assert "144 runs of 200 epochs, 0 finished" in shown.stdout
-    assert "--shard 2/2" in shown.stdout
+    assert "--shard $i/2" in shown.stdout
     assert list(tmp_path.iterdir()) == []
     found = json.loads(invoke(*words, "--json").stdout)
     assert len(found["runs"]) == 144
     assert len(found["commands"]) == 3
+    assert found["cost"]["borrowed"] == found["cost"]["unknown"] == []
+    assert "--shard" not in invoke(*words, "--gpus", "1").stdout
+
+
+@pytest.mark.parametrize("model", ["resnet-bn", "gpt"])
+@pytest.mark.parametrize("name", grid.GRIDS)
+@pytest.mark.parametrize("preset", grid.PRESETS)
+@pytest.mark.parametrize("more", [[], ["--warmup", "0,50000", "--seeds", "0,1,2,3"]])
+def test_the_dry_run_breaks_no_number_at_80_columns(model, name, preset, more, monkeypatch):
+    shown = dry(monkeypatch, model, "--preset", preset, "--grid", name, "--out", "o", *more)
+    runs = grid.plan(model, preset, name, Choice(warmup_samples=(0, 50_000) if more else (0,))).runs
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    words = set(shown.split())
+    assert words >= {str(run.batch_size) for run in runs}
+    assert words >= {rate(run.lr0) for run in runs}
+    assert ("warm-up" in words) == ("50,000" in words) == bool(more)
+    assert "…" not in shown
+
+
+def test_the_dry_run_borrows_costs_and_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(grid, "SECONDS", tmp_path / "seconds.json")
+    words = ["vit", "--grid", "rivals", "--out", str(tmp_path)]
+    assert "No cost is known" in dry(monkeypatch, *words)
+    row = {"model": "vit", "algorithm": "invariant", "batch_size": 25, "seconds": 0.01}
+    grid.SECONDS.write_text(json.dumps({"device": "a test", "rows": [row]}))
+    shown = dry(monkeypatch, *words)
+    assert re.search(r"invariant +linear +9 +\d+\.\d\d ", shown)
+    assert len(re.findall(r"(?:adama|halflife|standard) .* 9 +\d+\.\d\d\*", shown)) == 4
+    assert "* borrowed" in shown
+    left = r"What is left takes about [\d.]+ hours on one GPU, [\d.]+ hours on 8, by runs on a test\."
+    assert re.search(left, " ".join(shown.split()))
+    shown = dry(monkeypatch, "vit", "--grid", "norm", "--out", str(tmp_path))
+    assert re.search(r"accumulate .* \?", shown)
+    assert "takes at least" in shown
+    assert "9 runs of accumulate, of which nothing was measured" in shown
+    cost = json.loads(invoke(*words, "--algorithms", "adama,accumulate", "--dry-run", "--json").stdout)["cost"]
+    assert (cost["borrowed"], cost["unknown"]) == (["adama"], ["accumulate"])
+    assert cost["seconds"] > 0
+    assert "No cost is known" in dry(monkeypatch, *words, "--device", "cpu")  # a GPU's says nothing of a CPU
+
+
+def test_the_dry_runs_commands_run(monkeypatch, tmp_path):
+    """A shell that runs what is printed calls the command once for each GPU, and then to gather."""
+    words = ["vit", "--shard", "1/3", "--out", f"{tmp_path}/a folder, and a rather long one", "--gpus=3"]
+    lines = dry(monkeypatch, *words).partition("To run it")[2].splitlines()[1:]
+    script = "\n".join(line for line in lines if line.startswith("  "))
+    fake = tmp_path / "bin" / "invariant-adam"
+    fake.parent.mkdir()
+    fake.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "print(json.dumps([os.environ.get('CUDA_VISIBLE_DEVICES'), sys.argv[1:]]))\n"
+    )
+    fake.chmod(0o755)
+    paths = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | {"PATH": paths}
+    last = subprocess.run(
+        ["sh", "-e"], input=script, text=True, check=True, cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    )
+    kept = ["reproduce", "vit", "--out", words[4]]
+    assert json.loads(last.stdout) == [None, kept]
+    for i in range(1, 4):
+        told = json.loads((tmp_path / f"shard-{i}.log").read_text())
+        assert told == [str(i - 1), [*kept, "--shard", f"{i}/3", "--no-figures"]]
+
+
+def test_a_dry_run_writes_nothing_and_counts_what_is_done(setup, monkeypatch):
+    words = ["vit", "--preset", "smoke", "--device", "cpu", "--out", str(setup.out), "--epochs", "1", "--images", "40"]
+    words += ["--lrs", "1e-3", "--batch-sizes", "5,20"]
+    found = grid.plan("vit", "smoke", choice=TINY)
+    grid.make(found.runs[:1], setup, Told())
+    before = sorted(setup.out.rglob("*"))
+    shown = dry(monkeypatch, *words, "--grid", "rivals")
+    assert "10 runs of 1 epoch, 1 finished" in shown
+    assert re.search(r"invariant +linear +2 +1 ", shown)
+    assert "it takes seconds" in shown
+    assert sorted(setup.out.rglob("*")) == before
+    grid.make(found.runs[1:], setup, Told())
+    shown = dry(monkeypatch, *words)
+    assert f"Nothing is left to do. To draw it: invariant-adam figures {setup.folder}" in shown
+
+
+def test_a_budget_too_small_is_one_line(tmp_path):
+    words = ["vit", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path), "--budget", "0"]
+    found = invoke(*words)
+    assert found.exit_code == 0, found.output
+    (line,) = (line for line in found.stderr.splitlines() if "vit-" in line)
+    assert line.startswith("--budget was too small for 12 runs, first vit-invariant-linear-B20-")
+    assert "0 of 12 runs" in found.stdout
+
+
+def test_interrupted_it_says_how_to_go_on(tmp_path):
+    """As Ctrl-C does, which all processes at a terminal hear."""
+    words = ["reproduce", "vit", "--preset", "smoke", "--device", "cpu", "--epochs", "20", "--workers", "2"]
+    source = str(Path(invariant_adam.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "invariant_adam", *words, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # the tests may run in the background
+    )
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("*/vit-*.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    kept = len(list(tmp_path.glob("*/vit-*.json")))
+    assert process.returncode == 130, stderr
+    assert 1 <= kept < 12
+    assert re.search(r"Stopped\. \d+ of 12 runs are kept; the same command goes on with the rest\.", stderr)
+    assert "Traceback" not in stderr
+    assert len(rows_of(tmp_path / "vit-curves-smoke-e20")) == 20 * kept
+
+
+@pytest.mark.parametrize("command", [experiments.data, experiments.reproduce, experiments.figures])
+def test_help_is_written_for_80_columns(command):
+    """Where a line of a docstring is longer than the terminal is wide, its rest stands on a line of its own."""
+    assert all(len(line) <= 78 for line in (inspect.getdoc(command) or "").split("\n\n", 1)[1].splitlines())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["vit", "--batch-sizes", "a,b"], "whole numbers"),
-        (["vit", "--batch-sizes", "30"], "must divide"),
+        (["vit", "--batch-sizes", "30"], "must divide --max-batch 400, so that all"),
+        (["vit", "--micro-batch", "10"], "multiple of --micro-batch 10; choose other --batch-sizes"),
+        (["vit", "--batch-sizes", "100", "--grid", "ramp"], "--batch-sizes must be two or more for a ramp"),
+        (["vit", "--lrs", ""], "--lrs must name at least one"),
+        (["vit", "--warmup", ","], "--warmup must name at least one"),
+        (["vit", "--algorithms", ","], "--algorithms must name at least one"),
+        (["vit", "--images", "10"], "--images must be at least --max-batch 400"),
+        (["vit", "--preset", "smoke", "--images", "121"], "--images must be at most the 120 of the training set"),
+        (["vit", "--data", "nowhere"], "--data: nowhere does not exist"),
+        (["gpt", "--data", "nowhere"], "--data: nowhere does not exist"),
+        (["vit", "--out", __file__], "is a file; choose another folder"),
+        (["vit", "--out", __file__, "--dry-run"], "is a file; choose another folder"),
         (["vit", "--shard", "3/2"], "I from 1 to N"),
         (["vit", "--shard", "two"], "I/N"),
         (["vit", "--algorithms", "sgd"], "some of"),
-        (["vit", "--lrs", "0"], "lr0 must be"),
+        (["vit", "--lrs", "0"], "--lrs must be"),
     ],
 )
-def test_the_command_refuses_by_name(words, message):
+def test_the_command_refuses_by_name(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     found = invoke(*words)
     assert found.exit_code == 2
     assert message in " ".join(found.stderr.split())
+    assert list(tmp_path.iterdir()) == []  # before anything changes
 
 
 @pytest.mark.gpu

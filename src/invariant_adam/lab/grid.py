@@ -23,10 +23,13 @@ import json
 import math
 import multiprocessing
 import queue
+import shutil
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +52,7 @@ GRIDS: dict[str, tuple[tuple[str, str], ...]] = {
     "ramp": PAIR,
     "norm": (*PAIR, ("accumulate", "square_root")),
 }
+MADE_UP_IMAGES = 120
 SECONDS = Path(__file__).with_name("seconds.json")  # measured seconds per epoch, for estimates
 
 
@@ -92,6 +96,9 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
         if value not in names:
             raise ValueError(f"{what} must be one of {', '.join(names)}, got {value!r}")
     choice = choice or Choice()
+    for what, value in choice._asdict().items():
+        if value == ():
+            raise ValueError(f"{what} must name at least one, got none")
     task, small = TASKS[model], preset == "smoke"
     M = choice.micro_batch_size or (5 if small else task.micro_batch_size)
     sizes = task.batch_sizes if preset == "paper" else (5, 10, 20) if small else task.batch_sizes[::2]
@@ -110,6 +117,11 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
         "samples": choice.samples or 0,
         "small": small,
     }
+    if choice.samples and choice.samples < largest:
+        raise ValueError(
+            f"samples must be at least max_batch_size={largest}, the samples of an update at the largest batch size, "
+            f"got {choice.samples}"
+        )
     runs: dict[Run, None] = {}
     for warmup in choice.warmup_samples:
         for algorithm, rule in choice.algorithms or GRIDS[grid]:
@@ -138,7 +150,7 @@ def read_algorithms(text: str, grid: str) -> tuple[tuple[str, str], ...]:
     for word in text.replace(",", " ").split():
         name, _, rule = word.partition(":")
         if name not in RULES:
-            raise ValueError(f"--algorithms must be some of {', '.join(RULES)}, got {name!r}")
+            raise ValueError(f"algorithms must be some of {', '.join(RULES)}, got {name!r}")
         found.append((name, rule or dict(reversed(GRIDS[grid])).get(name, RULES[name][0])))
     return tuple(found)
 
@@ -158,6 +170,8 @@ def _batch_sizes(grid: str, algorithm: str, sizes: tuple[int, ...], micro: int, 
         fitting = [size for size in fitting if size in (sizes[-1], sizes[len(sizes) // 2])]
     if grid == "ramp":
         first, last = fitting[0], fitting[-1]
+        if first == last:
+            raise ValueError(f"batch_sizes must be two or more for a ramp, got {first}")
         return [(first, ""), (last, ""), (first, f"{first}-{last}")]
     return [(size, "") for size in fitting]
 
@@ -181,13 +195,20 @@ def _sharpness(run: Run) -> tuple[Any, ...]:
 
 def work(run: Run) -> float:
     """Return the backward passes of an epoch, what its time goes with: the unit of progress and of sharing out."""
-    samples = run.samples or (50_000 if TASKS[run.model].dataset == "cifar10" else 4_000)
+    samples = _samples(run)
     each = (
         run.micro_batch_size
         if run.algorithm == "accumulate"
         else math.prod(run.batch_sizes) ** (1 / len(run.batch_sizes))
     )
     return samples / each + samples / 200  # the second: what a sample costs at any batch size
+
+
+def _samples(run: Run) -> int:
+    """The samples of an epoch, about; the data need not be there."""
+    images = TASKS[run.model].dataset == "cifar10"
+    whole = (MADE_UP_IMAGES if images else 40) if run.small else 50_000 if images else 3_900
+    return run.samples or whole
 
 
 def shard(runs: list[Run], part: int, parts: int) -> list[Run]:
@@ -252,14 +273,20 @@ def digest(model: str, small: bool, path: Path | None) -> str:
     return data.SHAKESPEARE_DIGEST if path is None else data.tinyshakespeare(path)[0].digest()
 
 
-def finished(run: Run, setup: Setup) -> dict[str, Any] | None:
-    """Return what the file of a finished run holds, in this grid or another one of the same folder, or None."""
+def finished(run: Run, setup: Setup, *, take: bool = True) -> dict[str, Any] | None:
+    """Return what the file of a finished run holds, in this grid or another one of the same folder, or None.
+
+    Args:
+        run: settings.
+        setup: where, and on which data and device.
+        take: write a run that another grid has made into this one's folder.
+    """
     name = f"{run_id(run, setup)}.json"
     places = [setup.folder / name, *sorted(path for path in setup.out.glob(f"*/{name}"))]
     for path in places:
         found = record.read_json(path)
         if isinstance(found, dict) and len(found.get("rows", ())) == run.epochs:
-            if path != places[0]:
+            if take and path != places[0]:
                 record.write_json(places[0], found)
             return found
     return None
@@ -361,17 +388,23 @@ Costs = dict[tuple[str, str, int], float]  # (model, algorithm, batch size) -> s
 
 def costs(out: Path, device: str) -> tuple[Costs, str]:
     """Return measured costs and where they are from: the runs of a folder, else those that ship with the lab."""
-    measured: dict[tuple[str, str, int], list[float]] = {}
-    for _, run, found in _files(out, "*/*-lr*.json"):
-        if found["device_type"] == device and not run.small and not run.ramp:
-            key = (run.model, run.algorithm, run.batch_size)
-            measured.setdefault(key, []).append(cost(found["rows"], found["at_once"]))
-    if measured:
-        # The least: what else ran on the device only made it longer.
-        return {key: min(values) for key, values in measured.items()}, f"the runs in {out}"
+    own = measured(out, device)
+    if own:
+        return own, f"the runs in {out}"
     shipped = record.read_json(SECONDS) or {"rows": []}
     found_costs = {(row["model"], row["algorithm"], row["batch_size"]): row["seconds"] for row in shipped["rows"]}
     return found_costs, f"runs on {shipped['device']}" if found_costs else ""
+
+
+def measured(out: Path, device: str) -> Costs:
+    """Return the costs of a folder's runs."""
+    found_costs: dict[tuple[str, str, int], list[float]] = {}
+    for _, run, found in _files(out, "*/*-lr*.json"):
+        if found["device_type"] == device and not run.small and not run.ramp:
+            key = (run.model, run.algorithm, run.batch_size)
+            found_costs.setdefault(key, []).append(cost(found["rows"], found["at_once"]))
+    # The least: what else ran on the device only made it longer.
+    return {key: min(values) for key, values in found_costs.items()}
 
 
 def cost(rows: list[Row], at_once: int) -> float:
@@ -389,15 +422,26 @@ def ship(out: Path, device: str, to: Path | None = None) -> Path:
     return record.write_json(to or SECONDS, {"unit": "seconds per sample", "device": ", ".join(devices), "rows": rows})
 
 
+def lender(run: Run, known: Costs) -> tuple[str, str, int] | None:
+    """Return what a run's cost is estimated by: its own algorithm at the nearest batch size, or else another one.
+
+    Another one's cost is borrowed, the dearest at the nearest batch size; but accumulation, whose backward passes go
+    with M and not with B, neither borrows nor lends.
+    """
+    of_model = [key for key in known if key[0] == run.model]
+    near = [key for key in of_model if key[1] == run.algorithm]
+    if not near and run.algorithm != "accumulate":
+        near = [key for key in of_model if key[1] != "accumulate"]
+    return min(near, key=lambda key: (abs(math.log(key[2] / run.batch_size)), -known[key]), default=None)
+
+
 def estimate(run: Run, known: Costs) -> float | None:
-    """Return the device seconds of a run by what was measured at the nearest batch size, or None."""
-    near = [key for key in known if key[:2] == (run.model, run.algorithm)]
-    if not near:
+    """Return the device seconds of a run by the cost of its `lender`, or None."""
+    key = lender(run, known)
+    if key is None:
         return None
-    key = min(near, key=lambda key: abs(math.log(key[2] / run.batch_size)))
-    samples = run.samples or (50_000 if TASKS[run.model].dataset == "cifar10" else 3_900)
     dearer = work(run) / work(run._replace(batch_size=key[2], ramp=""))
-    return known[key] * dearer * samples * run.epochs
+    return known[key] * dearer * _samples(run) * run.epochs
 
 
 class Pace:
@@ -442,13 +486,46 @@ Tell = Callable[[str, Run, Any], None]  # ("epoch" | "done" | "skipped" | "error
 def made_up(model: str) -> data.Images | data.Text:
     """Return data for a model that needs no download."""
     if TASKS[model].dataset == "cifar10":
-        return data.synthetic(120, 60)
+        return data.synthetic(MADE_UP_IMAGES, MADE_UP_IMAGES // 2)
     words = ["batch", "size", "of", "one", "and", "then", "another", "moment"]
     return data.encode(" ".join(words[(i * i + i // 3) % 8] for i in range(1_500)))
 
 
-def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
-    """Make runs in this process, several at once, and write each when it is finished."""
+def prepare(grid: Grid, setup: Setup, tell: data.Tell = lambda text: None) -> data.Images | data.Text:
+    """Find what a grid trains on before any run is begun, and refuse a grid that it is too little for.
+
+    Args:
+        grid: its runs have as many samples and one largest batch size.
+        setup: where the dataset is.
+        tell: hears where it is looked for.
+    """
+    found = _find(grid.model, setup, tell)
+    count = load(grid.model, torch.device("cpu"), small=setup.small, found=found).count
+    run = grid.runs[0]
+    if run.samples > count:
+        raise ValueError(f"samples must be at most the {count:,} of the training set, got {run.samples}")
+    if run.max_batch_size > count:
+        raise ValueError(f"max_batch_size must be at most the {count:,} training samples, got {run.max_batch_size}")
+    return found
+
+
+def _find(model: str, setup: Setup, tell: data.Tell = lambda text: None) -> data.Images | data.Text:
+    if setup.small:
+        return made_up(model)
+    if TASKS[model].dataset == "cifar10":
+        return data.cifar10(setup.path, tell)[0]
+    return data.tinyshakespeare(setup.path, tell)[0]
+
+
+def serve(setup: Setup, runs: Iterable[Run], tell: Tell, found: data.Images | data.Text | None = None) -> None:
+    """Make runs in this process, several at once, and write each when it is finished.
+
+    Args:
+        setup: how.
+        runs: in the order in which they are begun.
+        tell: hears of epochs and ends.
+        found: what `prepare` found; None: it is looked for.
+    """
     device = torch.device(setup.device)
     sources: dict[str, Source] = {}
     known, _ = costs(setup.out, setup.device)
@@ -462,14 +539,17 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell) -> None:
             estimated = (estimate(run, known) or 0.0) * at_once
             needed = pace.needs(estimated)
             if setup.deadline is not None and time.time() + needed > setup.deadline:
-                tell("skipped", run, f"it would need about {needed:.0f} s, {pace.factor:.1f} times its estimate")
+                why = "the budget is spent"
+                if needed:
+                    times = f", {pace.factor:.1f} times its estimate" * (pace.factor > 1.0)
+                    why = f"it would need about {max(needed, 1):.0f} s{times}"
+                tell("skipped", run, why)
                 continue
             if run.model not in sources:
-                found = made_up(run.model) if setup.small else None
-                if found is None and setup.path is not None:
-                    read = data.cifar10 if TASKS[run.model].dataset == "cifar10" else data.tinyshakespeare
-                    found = read(setup.path)[0]
-                sources[run.model] = load(run.model, device, small=setup.small, found=found, precision=setup.precision)
+                samples = _find(run.model, setup) if found is None else found
+                sources[run.model] = load(
+                    run.model, device, small=setup.small, found=samples, precision=setup.precision
+                )
             log = writers.open(run)
             begun[run] = time.time(), estimated, []
 
@@ -512,6 +592,7 @@ class _Logs:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self.setup.folder / "tensorboard" / run_id(run, self.setup)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped: the curve would go back and forth
         writer = self.writers[run] = SummaryWriter(str(folder))
 
         def log(row: Row) -> None:
@@ -527,13 +608,14 @@ class _Logs:
             writer.close()
 
 
-def make(runs: list[Run], setup: Setup, tell: Tell) -> None:
+def make(runs: list[Run], setup: Setup, tell: Tell, found: data.Images | data.Text | None = None) -> None:
     """Make the runs that are not finished, in this process or in several.
 
     Args:
         runs: in the order in which they are begun.
         setup: how.
         tell: hears of epochs and ends, in this process.
+        found: what `prepare` found, so that one process need not look again.
     """
     todo = [run for run in runs if finished(run, setup) is None]
     if setup.workers == 1 or len(todo) <= 1:
@@ -541,7 +623,7 @@ def make(runs: list[Run], setup: Setup, tell: Tell) -> None:
         if setup.small:
             torch.set_num_threads(1)  # layers this small lose more to the hand-over between threads than they gain
         try:
-            serve(setup, todo, tell)
+            serve(setup, todo, tell, found)
         finally:
             torch.set_num_threads(threads)
         return
@@ -555,8 +637,9 @@ def make(runs: list[Run], setup: Setup, tell: Tell) -> None:
         context.Process(target=_worker, args=(setup, threads, tasks, messages), daemon=True) for _ in range(count)
     ]
     try:
-        for process in processes:
-            process.start()
+        with _deaf():
+            for process in processes:
+                process.start()
         alive = count
         while alive:
             try:
@@ -578,6 +661,19 @@ def make(runs: list[Run], setup: Setup, tell: Tell) -> None:
                 process.join(timeout=5.0 if alive == 0 else 0.0)
             if process.is_alive():
                 process.terminate()
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Let Ctrl-C pass unheard, also by the processes that are started here: whoever started them ends them."""
+    if threading.current_thread() is not threading.main_thread():  # where signals are not ours to handle
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _worker(setup: Setup, threads: int, tasks: Any, messages: Any) -> None:

@@ -169,7 +169,11 @@ def load(folder: Path) -> Results:
         )
     runs: dict[tuple[Any, ...], Run] = {}
     for path in files:
-        for run in _read(path):
+        try:
+            found = _read(path)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        for run in found:
             key = (run.model, run.series, run.lr0, run.batch_size, run.seed, run.ramp)
             # Grids of one folder share runs: the same numbers are the same run, others are a question.
             if key in runs and repr(run.columns) != repr(runs[key].columns):
@@ -178,6 +182,8 @@ def load(folder: Path) -> Results:
                     f"{NAMES[run.series.algorithm]}, η₀ = {rate(run.lr0)}, {run.at}; give the folder of one grid"
                 )
             runs[key] = run
+    if not runs:  # one grid without a run does not keep the others of a folder from being drawn
+        raise ValueError(f"{files[0]} has no rows: no run of this grid is finished")
     per_epoch = {(run.model, run.columns["samples"][-1] / max(1, run.columns["epoch"][-1])) for run in runs.values()}
     for model in {model for model, _ in per_epoch}:
         counts = sorted(samples for name, samples in per_epoch if name == model)
@@ -216,8 +222,6 @@ def _read(path: Path) -> list[Run]:
                 )
             for name, value in values.items():
                 columns[name].append(value)
-    if not runs:
-        raise ValueError(f"{path} has no rows: no run of this grid is finished")
     return list(runs.values())
 
 
