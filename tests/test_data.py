@@ -98,6 +98,11 @@ def test_missing_files_are_named(images, tmp_path):
     (tmp_path / "some" / "data_batch_3.png").unlink()
     with pytest.raises(data.DataError, match=r"lacks data_batch_3\.png"):
         data.cifar10(tmp_path / "some")
+    write_pngs(images, tmp_path / "other")
+    for name in ("train", "test"):
+        (tmp_path / "other" / f"{name}_lables.json").unlink()
+    with pytest.raises(data.DataError, match=r"lacks train_lables\.json, test_lables\.json"):
+        data.cifar10(tmp_path / "other")
     with pytest.raises(data.DataError, match="does not exist"):
         data.cifar10(tmp_path / "nowhere")
 

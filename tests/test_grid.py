@@ -499,6 +499,9 @@ def test_a_budget_too_small_is_one_line(tmp_path):
     (line,) = (line for line in found.stderr.splitlines() if "vit-" in line)
     assert line.startswith("--budget was too small for 12 runs, first vit-invariant-linear-B20-")
     assert "0 of 12 runs" in found.stdout
+    empty = invoke(*words, "--shard", "13/13")
+    assert empty.exit_code == 0
+    assert "note: --shard 13/13 is empty, as the grid has 12 runs" in empty.stderr
 
 
 def test_interrupted_it_says_how_to_go_on(tmp_path):

@@ -273,6 +273,8 @@ def reproduce(
         stderr.print(f"TensorBoard is not installed, so that no logs are written for it: {remedy}", markup=False)
     command = " ".join(["invariant-adam", *sys.argv[1:]])
     lines = _Lines(mine, setup)
+    if not mine:
+        say(f"note: --shard {shard} is empty, as the grid has {_count(len(plan.runs), 'run')}")
     if where == "cpu" and device is None and not plan.small and lines.done < len(mine):
         say("note: there is no GPU here, and on a CPU a grid of this size may take days; --preset smoke takes seconds")
     written: list[Path] = []

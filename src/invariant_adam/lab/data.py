@@ -195,6 +195,11 @@ def _read_images(path: Path) -> Images:
         *train, test_x = (_part(files, f"{name}.png", _read_png, path) for name in [*_TRAIN, "test_batch"])
         y, test_y = (_part(files, f"{name}_lables.json", _read_labels, path) for name in ("train", "test"))
         return Images(*map(_tensor, (np.concatenate(train), y, test_x, test_y)))
+    if not {*_TRAIN, "test_batch"} & {*files}:
+        raise DataError(
+            f"{path} holds no CIFAR-10: no cifar-10-python.tar.gz, no data_batch_1 to 5 and test_batch, as they are or "
+            "as PNGs"
+        )
     _need(files, [*_TRAIN, "test_batch"], path)
     batches = [_part(files, name, _read_pickle, path) for name in [*_TRAIN, "test_batch"]]
     x, y = (np.concatenate([batch[i] for batch in batches[:-1]]) for i in range(2))
@@ -208,10 +213,6 @@ def _tensor(array: Any) -> Tensor:
 
 def _need(files: Files, names: list[str], path: Path) -> None:
     missing = [name for name in names if name not in files]
-    if len(missing) == len(names):
-        raise DataError(
-            f"{path} holds no CIFAR-10: no cifar-10-python.tar.gz, no {names[0]} to {names[-1]}, with or without .png"
-        )
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}")
 
