@@ -1,4 +1,4 @@
-import math
+import re
 
 import hypothesis.strategies as st
 import numpy as np
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
+from zoo import zoo_module
 
 from invariant_adam.lab import augment
 
@@ -77,13 +78,110 @@ def test_smoothing_is_pillows():
     assert torch.equal(augment.sharpness(x, torch.zeros(len(x))), want)
 
 
-def test_the_policy_is_whole():
-    assert len(augment.POLICY) == 25
-    assert {name for pair in augment.POLICY for name, _, _ in pair} <= set(augment._OPERATIONS)
-    assert [augment._OPERATIONS["posterize"].magnitude(level, 32) for level in range(10)] == [
-        8, 8, 7, 7, 6, 6, 5, 5, 4, 4,
-    ]  # fmt: skip
-    assert math.isclose(augment._OPERATIONS["translate_x"].magnitude(9, 331), 150)
+# Cubuk et al., 2019, the policy of CIFAR-10: operation, probability and level, twice.
+PUBLISHED = """
+invert 0.1 7        contrast 0.2 6
+rotate 0.7 2        translate_x 0.3 9
+sharpness 0.8 1     sharpness 0.9 3
+shear_y 0.5 8       translate_y 0.7 9
+autocontrast 0.5 8  equalize 0.9 2
+shear_y 0.2 7       posterize 0.3 7
+color 0.4 3         brightness 0.6 7
+sharpness 0.3 9     brightness 0.7 9
+equalize 0.6 5      equalize 0.5 1
+contrast 0.6 7      sharpness 0.6 5
+color 0.7 7         translate_x 0.5 8
+equalize 0.3 7      autocontrast 0.4 8
+translate_y 0.4 3   sharpness 0.2 6
+brightness 0.9 6    color 0.2 8
+solarize 0.5 2      invert 0.0 3
+equalize 0.2 0      autocontrast 0.6 0
+equalize 0.2 8      equalize 0.6 4
+color 0.9 9         equalize 0.6 6
+autocontrast 0.8 4  solarize 0.2 8
+brightness 0.1 3    color 0.7 0
+solarize 0.4 5      autocontrast 0.9 3
+translate_y 0.9 9   translate_y 0.7 9
+autocontrast 0.9 2  solarize 0.8 3
+equalize 0.8 8      invert 0.1 3
+translate_y 0.7 9   autocontrast 0.9 1
+"""
+TABLE = [
+    tuple((name, float(chance), int(level)) for name, chance, level in (words[:3], words[3:]))
+    for words in map(str.split, PUBLISHED.strip().splitlines())
+]
+SIGNED = {  # at level 9
+    "shear_x": 0.3,
+    "shear_y": 0.3,
+    "translate_x": 150 / 331 * SIDE,
+    "translate_y": 150 / 331 * SIDE,
+    "rotate": 30,
+    **dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.9),
+}
+BITS = (8, 8, 7, 7, 6, 6, 5, 5, 4, 4)
+
+
+def amount_of(name: str, level: int, sign: int) -> float:
+    """What an operation takes at a level, as the paper and its authors' code have it."""
+    if name in SIGNED:
+        by = sign * SIGNED[name] * level / 9
+        return 1 + by if name in ("brightness", "color", "contrast", "sharpness") else by
+    return {"posterize": BITS[level], "solarize": 255 - 255 * level / 9}.get(name, 0)
+
+
+def test_the_policy_is_the_published_one():
+    assert list(augment.POLICY) == TABLE
+
+
+def test_autoaugment_is_pillow_image_by_image():
+    """To the byte: both take the nearest pixel, and count in 1/65536 of one."""
+    n, seed, epoch = 2_500, 3, 5
+    index = torch.arange(n) * 7
+    x = pictures(50).repeat(n // 50, 1, 1, 1)
+    pair, *draws = (augment.draw(seed, epoch, index, number).tolist() for number in (4, 5, 6, 7, 8))
+    want, met = [], set()
+    for i, image in enumerate(map(as_image, x)):
+        entry = int(pair[i] * 25)
+        for slot, (name, chance, level) in enumerate(TABLE[entry]):
+            done, sign = draws[slot][i] < chance, -1 if draws[2 + slot][i] < 0.5 else 1
+            met.add((entry, slot, done, sign))
+            if done:
+                image = PILLOW[name][2](amount_of(name, level, sign))(image)
+        want.append(as_tensor(image))
+    # every entry, done and left out, with either sign; the second of entry 14 has the probability 0
+    assert len(met) == 25 * 2 * 2 * 2 - 2
+    assert torch.equal(augment.autoaugment(x, index, seed, epoch), torch.stack(want))
+
+
+@pytest.mark.slow
+def test_autoaugment_is_torchvisions():
+    """Policy, magnitudes and operations, but that translations are not cut to whole pixels before they are made."""
+    theirs = zoo_module("torchvision.transforms.autoaugment")
+    nearest = zoo_module("torchvision.transforms").InterpolationMode.NEAREST
+    policy = theirs.AutoAugment(theirs.AutoAugmentPolicy.CIFAR10)
+
+    def ours(name: str) -> str:
+        return re.sub(r"(?<=[a-z])(?=[XY])", "_", name).lower()
+
+    for (name, chance, level), (their_name, *rest) in zip(
+        (step for pair in augment.POLICY for step in pair), (s for pair in policy.policies for s in pair), strict=True
+    ):
+        assert (name, chance) == (ours(their_name), rest[0])
+        assert rest[1] in (None, level)
+    x = pictures(6)
+    for their_name, (magnitudes, signed) in policy._augmentation_space(10, (SIDE, SIDE)).items():
+        operation = augment._OPERATIONS[ours(their_name)]
+        assert operation.signed is signed
+        for level in range(10 if magnitudes.ndim else 1):
+            magnitude = operation.magnitude(level, SIDE)
+            their_magnitude = magnitudes[level].item() if magnitudes.ndim else 0.0
+            assert magnitude == pytest.approx(their_magnitude, abs=1e-4)
+            amount = operation.around + magnitude
+            if their_name.startswith("Translate"):  # they move the other way, so that only the magnitude is compared
+                amount, their_magnitude = -round(amount), round(amount)
+            got = operation.do(x, torch.full((len(x),), float(amount), dtype=torch.float64))
+            want = [theirs._apply_op(as_image(image), their_name, their_magnitude, nearest, None) for image in x]
+            assert torch.equal(got, torch.stack([as_tensor(image) for image in want])), (their_name, level)
 
 
 @pytest.mark.parametrize("auto", [False, True])

@@ -210,30 +210,72 @@ def test_a_damaged_cache_is_told(cache):
     with pytest.raises(data.DataError, match="delete it"):
         data.cifar10()
     (cache / "tinyshakespeare.txt").write_text("to be " * 10)
-    with pytest.raises(data.DataError, match="delete it"):
+    with pytest.raises(data.DataError, match="it is another text; delete it"):
         data.tinyshakespeare()
 
 
 def test_any_text_will_do(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("Die Größe des Bündels.\n" * 20, encoding="utf-8")
-    text, source = data.tinyshakespeare(path)
-    assert source == str(path)
+    text = data.text(path)
     assert len(text.ids) == 414
     assert "".join(text.vocab[i] for i in text.ids[:22].tolist()) == "Die Größe des Bündels."
+    assert text.decode() == path.read_bytes().decode()
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(data.DataError, match="UTF-8"):
-        data.tinyshakespeare(path)
+        data.text(path)
 
 
-def test_the_command(tmp_path, cache):
+def of_command(*arguments: object) -> dict[str, str]:
+    found = CliRunner().invoke(app, ["data", *map(str, arguments), "--json"])
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "cause"),
+    [
+        ("cifar10", "images", "holds arrays of"),
+        ("tinyshakespeare", "text.txt", "it is another text; `reproduce gpt --data` trains on any text"),
+    ],
+)
+def test_a_path_is_verified_and_kept(name, place, cause, images, tmp_path, cache, monkeypatch):
+    write_pngs(images, tmp_path / "images")
+    (tmp_path / "text.txt").write_text("round and round\n" * 20)
+    place = tmp_path / place
+    refused = CliRunner().invoke(app, ["data", name, "--path", str(place)])
+    assert refused.exit_code == 2
+    assert f"--path: {place} h" in refused.stderr
+    assert cause in refused.stderr
+    assert not cache.exists()
+    monkeypatch.setattr(data, "_verify", lambda found, source: found)  # these are the right ones from here on
+    monkeypatch.setattr(data, "SHAKESPEARE_DIGEST", data.text(tmp_path / "text.txt").digest())
+    first, again = of_command(name, "--path", place), of_command(name)
+    assert first["source"] == str(place)
+    assert again == {**first, "source": first["cache"]}
+    Path(first["cache"]).unlink()
+    cache.rmdir()
+    cache.write_text("in the way of the folder")
+    found = CliRunner().invoke(app, ["data", name, "--path", str(place), "--json"])
+    assert found.exit_code == 0
+    assert "not cached in" in found.stderr
+    assert "cache" not in json.loads(found.stdout)
+
+
+def test_a_path_may_be_a_string(images, tmp_path, monkeypatch):
+    write_pngs(images, tmp_path / "images")
+    monkeypatch.setattr(data, "_verify", lambda found, source: found)  # these are not CIFAR-10's bytes
+    assert torch.equal(data.cifar10(str(tmp_path / "images"))[0].x, images.x)
+    path = tmp_path / "input.txt"
+    path.write_text("to be, or not to be\n")
+    monkeypatch.setattr(data, "SHAKESPEARE_DIGEST", data.text(path).digest())
+    assert data.tinyshakespeare(str(tmp_path))[0].decode() == data.text(str(path)).decode() == path.read_text()
+
+
+def test_the_command(tmp_path, cache, monkeypatch):
     path = tmp_path / "text.txt"
     path.write_text("round and round\n" * 20)
-    found = CliRunner().invoke(app, ["data", "tinyshakespeare", "--path", str(path), "--json"])
-    assert found.exit_code == 0, found.output
-    result = json.loads(found.stdout)
-    assert result["train"] + result["test"] == 320
-    assert result["is_tinyshakespeare"] is False
+    monkeypatch.setattr(data, "SHAKESPEARE_DIGEST", data.text(path).digest())
     shown = CliRunner().invoke(app, ["data", "tinyshakespeare", "--path", str(path)])
     assert shown.exit_code == 0
     assert "288" in shown.stdout

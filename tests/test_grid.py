@@ -226,6 +226,16 @@ def test_data_that_are_too_few_are_refused_before_a_run_begins(setup):
         grid.prepare(grid.plan("vit", "smoke", choice=Choice(max_batch_size=200)), setup)
 
 
+def test_a_text_of_ones_own_is_trained_on(setup, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("not by Shakespeare\n" * 500)
+    found = grid.prepare(
+        grid.plan("gpt", "short", choice=Choice(max_batch_size=8, batch_sizes=(8,))),
+        setup._replace(small=False, path=path),
+    )
+    assert found.digest() == grid.digest("gpt", False, path) == data.text(path).digest()
+
+
 def test_a_budget_that_is_spent_begins_nothing(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     told = Told()

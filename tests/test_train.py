@@ -119,6 +119,15 @@ def test_evaluating_leaves_the_model_as_it_was(sources):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_the_test_loss_is_not_smoothed(sources):
+    source = sources["vit"]
+    model = train.make_model(run("vit"), source)
+    x, y = source.inputs((source.found.test_x, source.found.test_y))
+    with torch.no_grad():
+        want = F.cross_entropy(model.eval()(x), y).item()
+    assert train.evaluate(model, source)[0].item() == pytest.approx(want, rel=1e-5)
+
+
 def test_warm_up_gives_each_update_the_mean_over_its_samples(sources, monkeypatch):
     seen: dict[int, list[float]] = {}
     for batch in (M, MAX):

@@ -35,7 +35,7 @@ def data(
     name: Annotated[Dataset, typer.Argument(help="Which dataset.")],
     path: Annotated[
         Path | None,
-        typer.Option(help="Where it is: an archive, a folder with its files, or in place of tinyshakespeare any text."),
+        typer.Option(help="Where it is: the archive, the text, or a folder with the files."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -53,8 +53,8 @@ def data(
     find = lab_data.cifar10 if name is Dataset.cifar10 else lab_data.tinyshakespeare
     try:
         found, source = find(path, say)
-        if path is not None and isinstance(found, lab_data.Images):
-            lab_data.keep(found)
+        if path is not None:
+            lab_data.keep(found, say)
     except (lab_data.DataError, OSError) as error:
         fail(f"--path: {error}" if path else error)
     except KeyboardInterrupt:
@@ -187,7 +187,10 @@ def reproduce(
     path: Annotated[
         Path | None,
         typer.Option(
-            "--data", metavar="PATH", help="Where the dataset is, as data --path has it.", rich_help_panel=HOW
+            "--data",
+            metavar="PATH",
+            help="Where the dataset is, as data --path has it; for gpt any text.",
+            rich_help_panel=HOW,
         ),
     ] = None,
     out: Annotated[

@@ -78,10 +78,13 @@ class Text(NamedTuple):
     test_ids: Tensor
     vocab: str
 
+    def decode(self) -> str:
+        """Return the text as it was."""
+        return "".join(self.vocab[i] for i in torch.cat((self.ids, self.test_ids)).tolist())
+
     def digest(self) -> str:
         """Return the SHA-256 of the text in UTF-8."""
-        ids = torch.cat((self.ids, self.test_ids)).tolist()
-        return hashlib.sha256("".join(self.vocab[i] for i in ids).encode()).hexdigest()
+        return hashlib.sha256(self.decode().encode()).hexdigest()
 
 
 def root() -> Path:
@@ -95,7 +98,7 @@ def root() -> Path:
 # ---------------------------------------------------------------- CIFAR-10
 
 
-def cifar10(path: Path | None = None, tell: Tell = lambda text: None) -> tuple[Images, str]:
+def cifar10(path: str | Path | None = None, tell: Tell = lambda text: None) -> tuple[Images, str]:
     """Return CIFAR-10, verified, and the source it came from.
 
     Args:
@@ -103,7 +106,7 @@ def cifar10(path: Path | None = None, tell: Tell = lambda text: None) -> tuple[I
         tell: hears what is being done.
     """
     if path is not None:
-        return _verify(_read_images(path), str(path)), str(path)
+        return _verify(_read_images(Path(path)), str(path)), str(path)
     cached = root() / "cifar10.npz"
     if cached.exists():
         return _verify(_read_images(cached), str(cached)), str(cached)
@@ -119,10 +122,7 @@ def cifar10(path: Path | None = None, tell: Tell = lambda text: None) -> tuple[I
         except (OSError, DataError, subprocess.SubprocessError) as error:
             tried.append(f"  {source}: {_reason(error)}")
             continue
-        try:
-            keep(images)
-        except OSError as error:  # a folder that may only be read serves all the same
-            tell(f"not cached in {cached}: {error}")
+        keep(images, tell)
         return images, source
     raise DataError(
         "CIFAR-10 was not found. Tried:\n"
@@ -296,11 +296,6 @@ def moments(x: Tensor) -> tuple[list[float], list[float]]:
     return means, stds
 
 
-def keep(images: Images) -> Path:
-    """Cache verified images."""
-    return _store(images, root() / "cifar10.npz")
-
-
 def _store(images: Images, path: Path) -> Path:
     buffer = io.BytesIO()
     arrays = {name: part.to(torch.uint8).numpy() for name, part in images._asdict().items()}
@@ -311,37 +306,49 @@ def _store(images: Images, path: Path) -> Path:
 # ---------------------------------------------------------------- text
 
 
-def tinyshakespeare(path: Path | None = None, tell: Tell = lambda text: None) -> tuple[Text, str]:
-    """Return a text as numbers and the source it came from: tiny Shakespeare, or any UTF-8 file that `path` names."""
+def tinyshakespeare(path: str | Path | None = None, tell: Tell = lambda text: None) -> tuple[Text, str]:
+    """Return tiny Shakespeare as numbers, verified, and the source it came from.
+
+    Args:
+        path: the file, or its folder; None: the cache, then the network. For any other text see `text`.
+        tell: hears what is being done.
+    """
     if path is not None:
-        return _encode_file(path), str(path)
+        return _verify_text(text(path), str(path), "; `reproduce gpt --data` trains on any text"), str(path)
     cached = root() / "tinyshakespeare.txt"
     if cached.exists():
-        text = _read_text(cached)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        if digest != SHAKESPEARE_DIGEST:
-            raise DataError(
-                f"{cached} has the SHA-256 {digest}, tiny Shakespeare has {SHAKESPEARE_DIGEST}; delete it and run the "
-                "command again, or name another text with --path"
-            )
-        return encode(text), str(cached)
+        return _verify_text(text(cached), str(cached), "; delete it and run the command again"), str(cached)
     tell(f"trying {SHAKESPEARE_ADDRESS}")
     try:
-        text = _download(SHAKESPEARE_ADDRESS, _read_text, tell)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        if digest != SHAKESPEARE_DIGEST:
-            raise DataError(f"its SHA-256 is {digest}, not {SHAKESPEARE_DIGEST}")
+        found = _verify_text(_download(SHAKESPEARE_ADDRESS, text, tell), "what it sends")
     except (OSError, DataError) as error:
         raise DataError(
             f"tiny Shakespeare was not found. Tried:\n  {cached}: not there\n"
             f"  {SHAKESPEARE_ADDRESS}: {_reason(error)}\n"
-            f"Put the text there as {cached}, or name any text file: data --path, reproduce --data."
+            f"Put the text there as {cached}, or name its place: data --path, reproduce --data."
         ) from None
+    keep(found, tell)
+    return found, SHAKESPEARE_ADDRESS
+
+
+def _verify_text(found: Text, source: str, remedy: str = "") -> Text:
+    """Refuse what is not tiny Shakespeare, to the byte."""
+    digest = found.digest()
+    if digest != SHAKESPEARE_DIGEST:
+        raise DataError(
+            f"{source} has the SHA-256 {digest}, tiny Shakespeare has {SHAKESPEARE_DIGEST}: it is another text{remedy}"
+        )
+    return found
+
+
+def text(path: str | Path) -> Text:
+    """Return any UTF-8 text as numbers: a file, or a folder with tinyshakespeare.txt or input.txt."""
+    path = Path(path)
+    content = _read_text(path)
     try:
-        record.write(cached, text)
-    except OSError as error:
-        tell(f"not cached in {cached}: {error}")
-    return encode(text), SHAKESPEARE_ADDRESS
+        return encode(content)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def _read_text(path: Path) -> str:
@@ -356,14 +363,6 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{path} is no UTF-8 text: {error}") from None
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
-
-
-def _encode_file(path: Path) -> Text:
-    text = _read_text(path)
-    try:
-        return encode(text)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 def encode(text: str) -> Text:
@@ -382,6 +381,23 @@ def encode(text: str) -> Text:
 
 
 # ---------------------------------------------------------------- both
+
+
+def _place(found: Images | Text) -> Path:
+    """Return where a dataset is cached."""
+    return root() / ("cifar10.npz" if isinstance(found, Images) else "tinyshakespeare.txt")
+
+
+def keep(found: Images | Text, tell: Tell) -> None:
+    """Cache a verified dataset; it serves all the same where the folder may only be read."""
+    place = _place(found)
+    try:
+        if isinstance(found, Images):
+            _store(found, place)
+        else:
+            record.write(place, found.decode())
+    except OSError as error:
+        tell(f"not cached in {place}: {error}")
 
 
 def _download(address: str, read: Callable[[Path], Any], tell: Tell) -> Any:
@@ -433,22 +449,14 @@ def synthetic(train: int = 1_200, test: int = 400, side: int = 32, classes: int 
 
 def describe(name: str, found: Images | Text, source: str) -> dict[str, Any]:
     """Return what there is to know of a dataset."""
+    place = _place(found)
+    where = {"dataset": name, "source": source} | ({"cache": str(place)} if place.exists() else {})
     if isinstance(found, Text):
-        digest = found.digest()
-        return {
-            "dataset": name,
-            "source": source,
-            "train": len(found.ids),
-            "test": len(found.test_ids),
-            "characters": len(found.vocab),
-            "sha256": digest,
-            "is_tinyshakespeare": digest == SHAKESPEARE_DIGEST,
-        }
+        counts = {"train": len(found.ids), "test": len(found.test_ids), "characters": len(found.vocab)}
+        return {**where, **counts, "sha256": found.digest()}
     means, stds = moments(found.x)
     return {
-        "dataset": name,
-        "source": source,
-        "cache": str(root() / f"{name}.npz"),
+        **where,
         "train": len(found.x),
         "test": len(found.test_x),
         "classes": found.classes,

@@ -270,7 +270,7 @@ def digest(model: str, small: bool, path: Path | None) -> str:
         return "made-up"
     if TASKS[model].dataset == "cifar10":
         return data.CIFAR10_DIGEST
-    return data.SHAKESPEARE_DIGEST if path is None else data.tinyshakespeare(path)[0].digest()
+    return data.SHAKESPEARE_DIGEST if path is None else data.text(path).digest()
 
 
 def finished(run: Run, setup: Setup, *, take: bool = True) -> dict[str, Any] | None:
@@ -514,7 +514,7 @@ def _find(model: str, setup: Setup, tell: data.Tell = lambda text: None) -> data
         return made_up(model)
     if TASKS[model].dataset == "cifar10":
         return data.cifar10(setup.path, tell)[0]
-    return data.tinyshakespeare(setup.path, tell)[0]
+    return data.tinyshakespeare(tell=tell)[0] if setup.path is None else data.text(setup.path)
 
 
 def serve(setup: Setup, runs: Iterable[Run], tell: Tell, found: data.Images | data.Text | None = None) -> None:
