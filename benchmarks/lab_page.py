@@ -9,7 +9,7 @@ from pathlib import Path
 
 from invariant_adam.lab import record
 from invariant_adam.lab import results as lab
-from invariant_adam.lab.results import METRICS, MODELS, rate, ratio
+from invariant_adam.lab.results import MODELS, rate, ratio
 
 FIGURES = Path("docs/figures/lab")
 SECONDS = Path("benchmarks/results/lab_seconds_h200.json")
@@ -22,9 +22,6 @@ over the batch sizes. A spread of 0.01 is a difference of 1 % in the loss. It is
 size sees the same samples, augmented alike, in the same order, and then averaged over seeds. *Ratio* is the spread of
 standard Adam with η ∝ √B over that of the row, over the same batch sizes, seeds and epochs. η₀ is the learning rate at
 the largest batch size.
-
-<!-- sources -->
-<!-- /sources -->
 
 <!-- spreads -->
 <!-- /spreads -->
@@ -58,6 +55,9 @@ the largest batch size.
 
 <!-- remarks -->
 <!-- /remarks -->
+
+<!-- sources -->
+<!-- /sources -->
 """
 
 
@@ -152,6 +152,10 @@ def times(value):
     return say(value, ".0f" if value >= 10 else ".2g")
 
 
+def percent(value):
+    return "" if math.isnan(value) else f"{100 * value:.1f} %"
+
+
 def listed(values):
     return ", ".join(map(str, values))
 
@@ -168,6 +172,8 @@ def over(spread):
 
 
 def sources(found):
+    yield "## Where the numbers are from"
+    yield ""
     head = ("grid", "commands", "device", "torch", "date", "runs")
     rows = []
     for name, grid in found.grids.items():
@@ -204,9 +210,9 @@ def spread_table(found, pair, *, shorter=False):
     having = {lr0: sum(bool(_beside(found, model, ours, lr0)[0]) for model, ours in first.items())
                 for lr0 in sorted({row.lr0 for row in pair})}  # fmt: skip
     tried = [lr0 for lr0, models in having.items() if models]
-    rates = [lr0 for lr0 in tried if having[lr0] > 1] or tried  # what one model alone has is blank in the other rows
+    rates = [lr0 for lr0 in tried if 2 * having[lr0] > len(first)] or tried  # what few have is blank in most rows
     yield "Spread of invariant Adam (η ∝ B), of standard Adam (η ∝ √B), and their ratio" + (
-        ":" if rates == tried else ", at the learning rates that several models have:"
+        ":" if rates == tried else ", at the learning rates that most models have:"
     )
     yield ""
     rows = []
@@ -330,29 +336,28 @@ def rival_rows(found, paper, figure):
 def tuned_rows(found, figure):
     tables = []
     for model in found.models:
-        rows = [row for metric in ("train_loss", "test_accuracy") for row in lab.best(found, model, metric)]
-        rows = [row for row in rows if len(row.tried) >= lab.TRIED]
-        columns = [series for series in found.series(model) if any(row.series == series for row in rows)]
+        chosen = {}  # batch size, series: the best by training loss and by test accuracy
+        for row in (row for metric in ("train_loss", "test_accuracy") for row in lab.best(found, model, metric)):
+            if len(row.tried) >= lab.TRIED:
+                chosen.setdefault((row.batch_size, row.series), []).append(row)
+        columns = [series for series in found.series(model) if any(series == other for _, other in chosen)]
         cells = []
-        for size in sorted({row.batch_size for row in rows}):
-            for metric in dict.fromkeys(row.metric for row in rows):
-                values = {row.series: row for row in rows if (row.batch_size, row.metric) == (size, metric)}
-                if len(values) > 1:
-                    one = next(iter(values.values()))
-                    tried = listed(map(rate, one.tried)) + (f"; {len(one.seeds)} seeds" if len(one.seeds) > 1 else "")
-                    texts = (_best(values[series]) if series in values else "" for series in columns)
-                    cells.append((str(size), tried, METRICS[metric], *texts))
-        if not cells:
-            continue
-        name = f"{title(model)}, after {rows[0].samples:,.0f} samples"
-        tables.append((name, ("B", "η₀ tried", "", *(found.label(model, s) for s in columns)), cells))
+        for size in sorted({size for size, _ in chosen}):
+            row = {series: chosen[size, series] for series in columns if (size, series) in chosen}
+            if len(row) > 1:
+                texts = (_best(*row[series]) if series in row else "" for series in columns)
+                cells.append((str(size), _tried(found, model, row), *texts))
+        if cells:
+            samples = next(iter(chosen.values()))[0].samples
+            head = ("B", "η₀ tried", *(found.label(model, series) for series in columns))
+            tables.append((f"{title(model)}, after {samples:,.0f} samples", head, cells))
     if not tables:
         return
     yield "## (a) At its best learning rate"
     yield ""
-    yield "What each optimizer reaches at a batch size with the best (in brackets) of the learning rates that all of"
-    yield f"the row tried there; an optimizer that would leave fewer than {lab.TRIED} of them is not in the row."
-    yield "In italics where the best is the smallest or largest of them: a better one may lie beyond."
+    yield "The lowest training loss and the highest test accuracy that each optimizer reaches at a batch size, and the"
+    yield f"learning rate of each, of those that it was tried at ({lab.TRIED} at least). In italics where that is the"
+    yield "smallest or largest of them: a better one may lie beyond."
     for name, head, cells in tables:
         yield ""
         yield f"{name}:"
@@ -361,10 +366,28 @@ def tuned_rows(found, figure):
     yield from figure.each("best", "what the best learning rate reaches at each batch size")
 
 
-def _best(row):
-    text = f"{row.value:.1%}".replace("%", " %") if row.metric.endswith("accuracy") else f"{row.value:.4g}"
-    text = f"{text} ({rate(row.lr0)})"
-    return f"*{text}*" if row.at_edge else text
+def _tried(found, model, row):
+    """The learning rates of a row; what tried others is named."""
+    by_rates = {}
+    for series, (first, *_) in row.items():
+        text = listed(map(rate, first.tried)) + (f"; {len(first.seeds)} seeds" if len(first.seeds) > 1 else "")
+        by_rates.setdefault(text, []).append(series)
+    if len(by_rates) == 1:
+        return next(iter(by_rates))
+    return "<br>".join(f"{_short(every)}: {text}" for text, every in by_rates.items())
+
+
+def _short(every):
+    """Series in few words: standard Adam, or the M of invariant Adam."""
+    micro = [series.micro_batch_size for series in every if series.micro_batch_size]
+    return listed([f"M = {listed(micro)}"] * bool(micro) + ["standard"] * any(not s.micro_batch_size for s in every))
+
+
+def _best(loss, accuracy):
+    values = (f"{loss.value:.4g}", percent(accuracy.value))
+    texts = [f"{value} ({rate(row.lr0)})" for value, row in zip(values, (loss, accuracy), strict=True)]
+    texts = [f"*{text}*" if row.at_edge else text for text, row in zip(texts, (loss, accuracy), strict=True)]
+    return ", ".join(texts)
 
 
 def rule_rows(found, plain, first, figure):
@@ -419,7 +442,7 @@ def _micro(found, model, lr0, ours):
         texts = (say(mine.value), over(mine)) if mine else ("", "")
         if at.get(series):
             reached = [lab.at_samples(at[series], metric, samples) for metric in ("train_loss", "test_accuracy")]
-            texts += (say(reached[0], ".4g"), say(reached[1], ".3f"), str(size))
+            texts += (say(reached[0], ".4g"), percent(reached[1]), str(size))
         yield (title(model), rate(lr0), str(series.micro_batch_size), *texts, *[""] * (5 - len(texts)))
 
 
@@ -427,28 +450,37 @@ def ramp_rows(found, figure):
     cells = []
     for model in found.models:
         for (series, lr0, ramp), runs in found.ramps(model).items():
-            seeds = {run.seed for run in runs}
-            constant = lab.by_batch_size(run for run in found.group(model, series, lr0) if run.seed in seeds)
-            ends = [size for size in map(int, ramp.split("-")) if size in constant]
-            texts = []
-            for size in ends:
-                base = dict(zip(*lab.mean_curve(constant[size], "train_loss"), strict=True))
-                same = [run for run in runs if run.seed in {other.seed for other in constant[size]}]
-                curve = dict(zip(*lab.mean_curve(same, "train_loss"), strict=True))
-                gaps = {epoch: curve[epoch] / base[epoch] - 1 for epoch in curve if epoch in base}
-                worst = max(gaps.values(), key=abs, default=math.nan)
-                last = gaps[max(gaps)] if gaps else math.nan
-                texts.append(f"B = {size}: {100 * last:+.2f} % at the end, {100 * worst:+.2f} % at most")
-            cells.append(
-                (title(model), found.label(model, series), rate(lr0), ramp.replace("-", " → "), "; ".join(texts))
-            )
+            sizes = [int(size) for size in ramp.split("-")]
+            gaps = {size: _gaps(found, runs, model, series, lr0, size) for size in sizes}
+            half = max((epoch for gap in gaps.values() for epoch in gap), default=0) / 2
+            before = [abs(gap) for epoch, gap in gaps[sizes[0]].items() if epoch <= half]
+            texts = [f"{100 * max(before):.2f} %" if before else ""]
+            for gap in gaps.values():
+                after = [change for epoch, change in sorted(gap.items()) if epoch > half]
+                worst = max(after, key=abs, default=math.nan)
+                texts.append(f"{100 * after[-1]:+.2f} %, {100 * worst:+.2f} %" if after else "")
+            cells.append((title(model), found.label(model, series), rate(lr0), ramp.replace("-", " → "), *texts))
     if cells:
         yield "## (d) A batch size that changes in mid-run"
         yield ""
         yield "The training loss of runs whose batch size changes after half of the epochs, over that of constant ones:"
+        yield "at the end, and where they are farthest apart after the change. Before it a ramp and its first batch"
+        yield "size are two runs of equal settings, which differ by rounding alone: the noise of the comparison."
         yield ""
-        yield from table(("model", "optimizer", "η₀", "B", "difference from constant"), cells)
+        head = ("before, at most", "after, from the first B", "after, from the second B")
+        yield from table(("model", "optimizer", "η₀", "B", *head), cells)
         yield from figure.each("ramp", "a ramped batch size over constant ones")
+
+
+def _gaps(found, runs, model, series, lr0, size):
+    """How much larger the training loss of a ramp is than that of a constant batch size, by epoch; same seeds."""
+    seeds = {run.seed for run in runs}
+    constant = [run for run in found.group(model, series, lr0) if run.batch_size == size and run.seed in seeds]
+    same = [run for run in runs if run.seed in {other.seed for other in constant}]
+    if not constant:
+        return {}
+    curve, base = (dict(zip(*lab.mean_curve(side, "train_loss"), strict=True)) for side in (same, constant))
+    return {epoch: curve[epoch] / base[epoch] - 1 for epoch in curve if epoch in base}
 
 
 def norm_rows(found, paper, figure):
@@ -488,7 +520,7 @@ def second_rows(found, alone):
         return
     yield f"One run at a time, by `{alone['command']}` ({alone['device']}, torch {alone['torch']}): micro-batch by"
     yield "micro-batch with every kernel launched by the host, and as the lab runs it, with one CUDA graph per update"
-    yield "and one pass where there are several micro-batches:"
+    yield "and one pass where there are several micro-batches. Measured over about a tenth of an epoch, test included:"
     yield ""
     taken = {(r["model"], r["algorithm"], r["batch_size"], r["way"]): r["seconds"] for r in alone["rows"]}
     rows = [

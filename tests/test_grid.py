@@ -347,6 +347,10 @@ def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     shipped, source = grid.costs(tmp_path / "nothing", "cuda")
     assert shipped == known
     assert source.startswith("runs on ")
+    alone = {"model": "resnet-bn", "algorithm": "standard", "seconds": 5.0}
+    grid.ship(tmp_path, "cpu", alone=[{**alone, "batch_size": size} for size in (100, 800)])
+    shipped, _ = grid.costs(tmp_path / "nothing", "cuda")
+    assert shipped == {("resnet-bn", "standard", size): 1e-4 for size in (100, 800)}
 
 
 def test_an_algorithm_without_a_cost_borrows_one():

@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ def spread_figure(results: Results) -> Figure:
     """Draw the spread over batch sizes against η₀, a panel for each model: where a line rises, invariance breaks.
 
     A panel is over the batch sizes that its series usually have. A point that lacks some would look closer than it is:
-    it is hollow and on no line. A series of such points alone is left to the tables, but for the others' rival.
+    it is hollow and on no line. A series of such points, or of one learning rate where others have several, is left to
+    the tables, but for the others' rival.
     """
     rows = [row for row in spreads(results) if not math.isnan(row.spread.value)]
     models = [model for model in results.models if any(row.model == model for row in rows)]
@@ -191,7 +193,9 @@ def spread_figure(results: Results) -> Figure:
     finite = [row.spread.value for row in rows if math.isfinite(row.spread.value)]
     ceiling = 2.5 * max([*finite, TOLERANCE])
     common = {model: set(usual(row for row in rows if row.model == model)) for model in models}
-    whole = {(r.model, r.series) for r in rows if common[r.model] <= set(r.spread.batch_sizes)}
+    points = Counter((r.model, r.series) for r in rows if common[r.model] <= set(r.spread.batch_sizes))
+    several = {model for (model, _), count in points.items() if count > 1}
+    whole = {(model, series) for (model, series), count in points.items() if count > 1 or model not in several}
     whole |= {(model, series.rival) for model, series in whole}
     rows = [row for row in rows if row.spread.value > 0 and (row.model, row.series) in whole]  # no log axis has 0
     drawn = {model: list(dict.fromkeys(row.series for row in rows if row.model == model)) for model in models}
@@ -203,23 +207,23 @@ def spread_figure(results: Results) -> Figure:
     for ax, model in zip(axes, models, strict=True):
         sizes = common[model]
         for series in drawn[model]:
-            points = [(r.lr0, r.spread) for r in rows if (r.model, r.series) == (model, series)]
-            fewer = [(lr0, s) for lr0, s in points if not sizes <= set(s.batch_sizes)]
+            found = [(r.lr0, r.spread) for r in rows if (r.model, r.series) == (model, series)]
+            fewer = [(lr0, s) for lr0, s in found if not sizes <= set(s.batch_sizes)]
             label = labels[model, series]
             look = styles[label]
             hollow: Any = {"linestyle": "", "markerfacecolor": "white", "zorder": 4}
-            for shown, more in (([p for p in points if p not in fewer], {"label": label}), (fewer, hollow)):
+            for shown, more in (([p for p in found if p not in fewer], {"label": label}), (fewer, hollow)):
                 y = [min(s.value, ceiling) for _, s in shown]
                 (line,) = ax.plot([lr0 for lr0, _ in shown], y, **look | more)
                 if more is not hollow:
                     handles.setdefault(label, line)
             lacking = lacking or bool(fewer)
-            wild = [lr0 for lr0, s in points if math.isinf(s.value)]
+            wild = [lr0 for lr0, s in found if math.isinf(s.value)]
             for lr0 in wild:
                 ax.plot(lr0, ceiling, "^", color=look["color"], markersize=11)
                 place: Any = {"textcoords": "offset points", "ha": "right", "va": "center"}
                 ax.annotate("diverged", (lr0, ceiling), (-9, 0), **place, color=FAINT, fontsize=9)
-            for lr0, s in points:  # the seeds, where there are several
+            for lr0, s in found:  # the seeds, where there are several
                 if len(s.per_seed) > 1 and math.isfinite(s.value):
                     values = list(s.per_seed.values())
                     ax.plot([lr0] * len(values), values, ".", color=look["color"], alpha=0.45, markersize=4)
@@ -269,8 +273,8 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
 
 
 def best_figure(results: Results, model: str) -> Figure:
-    """Draw what each series reaches at each B with its best η₀ of those that all tried there; hollow where it is the
-    last of them. A line joins batch sizes where the same were tried: others would look like an effect of B."""
+    """Draw what each series reaches at each B with its best η₀ of those it tried there; hollow where it is the last of
+    them. A line joins batch sizes where the same were tried: others would look like an effect of B."""
     chosen = {m: best(results, model, m) for m in ("train_loss", "test_loss", "test_accuracy")}
     chosen = {metric: rows for metric, rows in chosen.items() if any(len(row.tried) > 1 for row in rows)}
     figure = Figure(figsize=(3.7 * len(chosen), 4.1), layout="constrained")
@@ -292,8 +296,7 @@ def best_figure(results: Results, model: str) -> Figure:
             hollow = {**look, "linestyle": "", "markerfacecolor": "white", "zorder": 4}
             ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
         dress(ax, log=metric.endswith("loss"))
-        tried = {row.batch_size: f"{row.batch_size}\n({len(row.tried)} η₀)" for row in rows}
-        _batch_sizes(ax, sorted(tried), tried)
+        _batch_sizes(ax, sorted({row.batch_size for row in rows}))
         ax.tick_params(axis="x", labelsize=9)
         ax.set_title(METRICS[metric], loc="left", fontweight="bold")
     for label, line in handles.items():
@@ -302,7 +305,7 @@ def best_figure(results: Results, model: str) -> Figure:
     said += [_marker("no line: not the same η₀ were tried", "")] * apart
     _legend(figure, [[*handles.values()], said])
     samples = next(row.samples for rows in chosen.values() for row in rows)
-    _headline(figure, model, f"the best of the η₀ that all tried at a batch size, after {samples:,.0f} samples")
+    _headline(figure, model, f"the best of the η₀ tried, after {samples:,.0f} samples")
     return figure
 
 

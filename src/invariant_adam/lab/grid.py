@@ -205,10 +205,14 @@ def work(run: Run) -> float:
 
 
 def _samples(run: Run) -> int:
-    """The samples of an epoch, about; the data need not be there."""
-    images = TASKS[run.model].dataset == "cifar10"
-    whole = (MADE_UP_IMAGES if images else 40) if run.small else 50_000 if images else 3_900
-    return run.samples or whole
+    """The samples of an epoch, about."""
+    return run.samples or _whole(run.model, run.small)
+
+
+def _whole(model: str, small: bool = False) -> int:
+    """The samples of a model's training set, about; the data need not be there."""
+    images = TASKS[model].dataset == "cifar10"
+    return (MADE_UP_IMAGES if images else 40) if small else 50_000 if images else 3_900
 
 
 def shard(runs: list[Run], part: int, parts: int) -> list[Run]:
@@ -412,9 +416,19 @@ def cost(rows: list[Row], at_once: int) -> float:
     return sorted(row["seconds"] for row in rows)[len(rows) // 2] / rows[0]["samples"] / at_once
 
 
-def ship(out: Path, device: str, to: Path | None = None) -> Path:
-    """Keep the costs of a folder's runs with the lab, or in the file `to`, for the estimates of others."""
-    known, _ = costs(out, device)
+def ship(out: Path, device: str, to: Path | None = None, alone: Iterable[dict[str, Any]] = ()) -> Path:
+    """Keep the costs of a folder's runs with the lab, or in the file `to`, for the estimates of others.
+
+    Args:
+        out: the folder.
+        device: the kind of it.
+        to: a file.
+        alone: seconds per epoch that were measured with nothing else on the device, by model, algorithm and batch size:
+            they take the place of what runs took beside others.
+    """
+    known = measured(out, device)
+    for row in alone:
+        known[row["model"], row["algorithm"], row["batch_size"]] = row["seconds"] / _whole(row["model"])
     files = [record.read_json(path) or {} for path in out.glob("*/*-lr*.json")]
     devices = sorted({found["device"] for found in files if found.get("device_type") == device})
     names = ("model", "algorithm", "batch_size", "seconds")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ MODELS = {
     "gpt": "GPT, characters",
 }
 LAWS = {"linear": "η ∝ B", "exponential": "η ∝ B", "square_root": "η ∝ √B", "none": "η constant"}
+SAME_AT_M = ("invariant", "standard", "accumulate", "micro", "adama")  # one and the same Adam where B = M
 TOLERANCE = 0.01  # a spread of 0.01 is 1 % of the loss: beyond it invariance is said to break
 
 
@@ -174,7 +175,7 @@ def load(folder: Path) -> Results:
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         for run in found:
-            key = (run.model, run.series, run.lr0, run.batch_size, run.seed, run.ramp)
+            key = run[:6]
             # Grids of one folder share runs: the same numbers are the same run, others are a question.
             if key in runs and repr(run.columns) != repr(runs[key].columns):
                 raise ValueError(
@@ -184,6 +185,8 @@ def load(folder: Path) -> Results:
             runs[key] = run
     if not runs:  # one grid without a run does not keep the others of a folder from being drawn
         raise ValueError(f"{files[0]} has no rows: no run of this grid is finished")
+    for run in _of_one_micro_batch(list(runs.values())):
+        runs.setdefault(run[:6], run)
     per_epoch = {(run.model, run.columns["samples"][-1] / max(1, run.columns["epoch"][-1])) for run in runs.values()}
     for model in {model for model, _ in per_epoch}:
         counts = sorted(samples for name, samples in per_epoch if name == model)
@@ -223,6 +226,27 @@ def _read(path: Path) -> list[Run]:
             for name, value in values.items():
                 columns[name].append(value)
     return list(runs.values())
+
+
+def _of_one_micro_batch(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield the runs of one micro-batch once more for every other series that they stand for.
+
+    Whether squares are taken before or after the mean, a mini-batch of one micro-batch is the same step of Adam: at
+    B = M series of the same rule at the same learning rate are one run, which need not be made for each of them.
+    """
+
+    def one(series: Series, size: int) -> bool:
+        return series.algorithm in SAME_AT_M and series.micro_batch_size in (0, size)
+
+    wanted = dict.fromkeys((run.model, run.series, run.lr0) for run in runs if not run.ramp)
+    for run in runs:
+        if run.ramp or not one(run.series, run.batch_size):
+            continue
+        for model, series, lr0 in wanted:
+            alike = series[1] == run.series[1] and series[3:] == run.series[3:]  # rule, betas, warm-up
+            micro = run.batch_size in (series.micro_batch_size, run.series.micro_batch_size)
+            if (model, lr0) == (run.model, run.lr0) and alike and micro and one(series, run.batch_size):
+                yield run._replace(series=series)
 
 
 def _run(row: Mapping[str, str], where: str, source: str) -> Run:
@@ -367,7 +391,7 @@ def compare(sides: Sequence[Sequence[Run]]) -> list[Spread]:
     return [measure(side, epochs) for side in kept]
 
 
-def _list(values: Iterable[float]) -> str:
+def _list(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
@@ -502,7 +526,7 @@ class Best(NamedTuple):
     batch_size: int
     lr0: float
     value: float  # mean over `seeds`
-    tried: list[float]  # the learning rates compared: those that every series in the comparison tried
+    tried: list[float]  # the learning rates that it is the best of
     seeds: list[int]
     at_edge: bool  # lr0 is the smallest or largest of them: a better one may lie beyond
     samples: float
@@ -514,50 +538,42 @@ TRIED = 3  # learning rates of which one can be the best and not the last
 def best(results: Results, model: str, metric: str) -> list[Best]:
     """Choose the best learning rate of every series at every batch size by `metric`.
 
-    A batch size is a comparison of its own, over the learning rates and seeds that all its series have there. A series
-    that would leave fewer than `TRIED` learning rates (or than any has, where all have fewer) is not in it.
+    Each series by what it tried itself: a rate more on one side takes nothing from the other, and a best at the edge
+    says so. A series with fewer than `TRIED` learning rates (or than any has, where all have fewer) is left out. All
+    of a batch size are means over the same seeds.
     """
-    sides: dict[int, dict[Series, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    sides: dict[int, list[Run]] = defaultdict(list)
     for series in results.series(model):
         for run in results.group(model, series):
-            sides[run.batch_size][series].append(run)
+            sides[run.batch_size].append(run)
     contests = {size: _contest(sides[size]) for size in sorted(sides)}
-    samples = fixed_samples(run for found, _, _ in contests.values() for runs in found.values() for run in runs)
+    samples = fixed_samples(run for tried in contests.values() for runs in tried.values() for run in runs)
     sign = -1 if metric.endswith("accuracy") else 1
     chosen = []
-    for size, (found, rates, seeds) in contests.items():
-        for series, runs in found.items():
-            values = [(at_samples([run for run in runs if run.lr0 == lr0], metric, samples), lr0) for lr0 in rates]
-            finite = [(sign * value, lr0) for value, lr0 in values if math.isfinite(value)]
+    for size, tried in contests.items():
+        for series in dict.fromkeys(series for series, _ in tried):
+            rates = sorted(lr0 for other, lr0 in tried if other == series)
+            values = [(sign * at_samples(tried[series, lr0], metric, samples), lr0) for lr0 in rates]
+            finite = [(value, lr0) for value, lr0 in values if math.isfinite(value)]
             if finite:
                 value, lr0 = min(finite)
-                edge = lr0 in (rates[0], rates[-1])
+                edge, seeds = lr0 in (rates[0], rates[-1]), [run.seed for run in tried[series, lr0]]
                 chosen.append(Best(model, series, metric, size, lr0, sign * value, rates, seeds, edge, samples))
     return chosen
 
 
-def _contest(sides: Mapping[Series, Sequence[Run]]) -> tuple[dict[Series, list[Run]], list[float], list[int]]:
-    """Return the runs of one batch size that are compared, by series, and their learning rates and seeds."""
-
-    def shared(series: Iterable[Series]) -> dict[int, set[float]]:
-        every = sorted({run.seed for runs in sides.values() for run in runs})
-        runs = [sides[s] for s in series]
-        return {n: set.intersection(*({run.lr0 for run in side if run.seed == n} for side in runs)) for n in every}
-
-    def most(series: Iterable[Series]) -> set[float]:
-        return max(shared(series).values(), key=len)
-
-    taking: list[Series] = []
-    order = sorted(sides, key=lambda series: -len(most([series])))  # what was tried least is let in last
-    for series in order:
-        if len(most([*taking, series])) >= min(TRIED, len(most(order[:1]))):
-            taking.append(series)
-    rates = most(taking)
-    seeds = [seed for seed, found in shared(taking).items() if rates <= found]
-    kept = {
-        s: [run for run in runs if run.lr0 in rates and run.seed in seeds] for s, runs in sides.items() if s in taking
-    }
-    return kept, sorted(rates), seeds
+def _contest(runs: Iterable[Run]) -> dict[tuple[Series, float], list[Run]]:
+    """Return the runs of one batch size that are compared, by series and learning rate: those of the seeds that most
+    have, and of the series that tried enough."""
+    tried: dict[tuple[Series, float], dict[int, Run]] = defaultdict(dict)
+    for run in runs:
+        tried[run.series, run.lr0][run.seed] = run
+    counts = Counter(seed for seeds in tried.values() for seed in seeds)
+    usual = sorted(seed for seed, count in counts.items() if count == max(counts.values()))
+    kept = {key: [seeds[n] for n in usual] for key, seeds in tried.items() if set(usual) <= set(seeds)}
+    rates = Counter(series for series, _ in kept)
+    enough = min(TRIED, max(rates.values(), default=0))
+    return {key: found for key, found in kept.items() if rates[key[0]] >= enough}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -635,13 +651,16 @@ def rate(lr0: float) -> str:
 
 
 def remarks(results: Results) -> list[str]:
-    """Name the runs that a reader of the figures would otherwise miss or misread."""
-
-    def where(model: str, series: Series, lr0: float) -> str:
-        return f"{model}, {results.label(model, series)}, η₀ = {rate(lr0)}"
-
-    said = [f"{where(row.model, row.series, row.lr0)}: {note}" for row in spreads(results) for note in row.spread.notes]
+    """Name the runs that a reader of the figures would otherwise miss or misread: a line for each series and note."""
+    said: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row in spreads(results):
+        for note in row.spread.notes:
+            said[row.model, results.label(row.model, row.series), note].append(row.lr0)
     for run in results.runs:
         if run.ramp and run.diverged is not None:
-            said.append(f"{where(run.model, run.series, run.lr0)}: diverged: {run.at}, in epoch {run.diverged:g}")
-    return said
+            note = f"diverged: {run.at}, in epoch {run.diverged:g}"
+            said[run.model, results.label(run.model, run.series), note].append(run.lr0)
+    return [
+        f"{model}, {label}, η₀ = {_list(map(rate, sorted(set(rates))))}: {note}"
+        for (model, label, note), rates in said.items()
+    ]
