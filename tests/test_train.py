@@ -1,10 +1,12 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lab_runs import CPU, MAX, M, run, small_source
 
+from invariant_adam.lab import source as lab_source
 from invariant_adam.lab import train
 from invariant_adam.lab.runs import TASKS, Run
 from invariant_adam.lab.source import Source
@@ -20,15 +22,16 @@ def losses(rows: list[train.Row]) -> list[float]:
     return [row["train_loss"] for row in rows]
 
 
-def by_hand(settings: Run, source: Source, second: str, lr: float, betas: tuple[float, float]) -> list[float]:
-    """The losses of a plain loop over micro-batches; `second` says what v gets."""
+def by_hand(settings: Run, source: Source, second: str, at: Callable[[int], tuple[float, float, float]]) -> list[float]:
+    """The losses of a plain loop over micro-batches; `second` says what v gets, `at` lr, γ₁ and γ₂ at a batch size."""
     model = train.make_model(settings, source)
     params = list(model.parameters())
     m, v = ([torch.zeros_like(p) for p in params] for _ in range(2))
     take = source.count // MAX * MAX
-    found, t, B, kappa = [], 0, settings.batch_size, settings.batch_size // M
+    found, zero = [], [1.0, 1.0]  # the weight that m and v still give to the zero they began with
     for number in range(settings.epochs):
-        total = 0.0
+        total, B = 0.0, settings.batch_at(number)
+        kappa, (lr, *gammas) = B // M, at(B)
         for samples in zip(*(part.split(B) for part in source.epoch(0, number, 0, take)), strict=True):
             g, sq = ([torch.zeros_like(p) for p in params] for _ in range(2))
             for x, y in zip(*(part.split(M) for part in samples), strict=True):
@@ -38,13 +41,13 @@ def by_hand(settings: Run, source: Source, second: str, lr: float, betas: tuple[
                     g[i] += part / kappa
                     sq[i] += {"invariant": part**2 / kappa, "adama": (part / kappa) ** 2, "standard": 0 * part}[second]
                 total += loss.item() * M / take
-            t += 1
+            zero = [P * (1 - gamma) for P, gamma in zip(zero, gammas, strict=True)]
             with torch.no_grad():
                 for i, p in enumerate(params):
                     square = g[i] ** 2 if second == "standard" else sq[i]
-                    m[i] = betas[0] * m[i] + (1 - betas[0]) * g[i]
-                    v[i] = betas[1] * v[i] + (1 - betas[1]) * square
-                    p -= lr * (m[i] / (1 - betas[0] ** t)) / ((v[i] / (1 - betas[1] ** t)).sqrt() + 1e-8)
+                    m[i] = (1 - gammas[0]) * m[i] + gammas[0] * g[i]
+                    v[i] = (1 - gammas[1]) * v[i] + gammas[1] * square
+                    p -= lr * (m[i] / (1 - zero[0])) / ((v[i] / (1 - zero[1])).sqrt() + 1e-8)
         found.append(total)
     return found
 
@@ -66,7 +69,7 @@ def by_hand(settings: Run, source: Source, second: str, lr: float, betas: tuple[
 def test_each_algorithm_is_its_formula(model, algorithm, rule, batch, second, lr, gammas, sources):
     settings = run(model, algorithm, rule, batch)
     rows = train.finish(train.train(settings, sources[model]))
-    want = by_hand(settings, sources[model], second, lr, (1 - gammas[0], 1 - gammas[1]))
+    want = by_hand(settings, sources[model], second, lambda B: (lr, *gammas))
     assert losses(rows) == pytest.approx(want, rel=2e-4)
     assert rows[-1]["lr"] == pytest.approx(lr)
     assert [row["samples"] for row in rows] == [80, 160]
@@ -119,13 +122,39 @@ def test_evaluating_leaves_the_model_as_it_was(sources):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_test_loss_is_not_smoothed(sources):
-    source = sources["vit"]
-    model = train.make_model(run("vit"), source)
-    x, y = source.inputs((source.found.test_x, source.found.test_y))
+@pytest.mark.parametrize("model", TASKS)
+def test_the_test_loss_is_the_mean_over_all_test_samples_without_smoothing(model, sources, monkeypatch):
+    monkeypatch.setattr(lab_source, "TEST_BATCH", 16)  # 30 images are 16 and 14
+    source = sources[model]
+    net = train.make_model(run(model), source)
+    loss, right = train.evaluate(net, source).tolist()
+    if model == "gpt":
+        ids = source.found.test_ids.long()
+        samples = [(ids[i : i + 32][None], ids[i + 1 : i + 33]) for i in range(0, len(ids) - 32, 32)]
+    else:
+        x = (source.found.test_x.float() / 255 - source.mean) / source.std
+        samples = [(x[i : i + 1], y.view(1)) for i, y in enumerate(source.found.test_y)]
+    terms, hits = [], []
+    net.eval()
     with torch.no_grad():
-        want = F.cross_entropy(model.eval()(x), y).item()
-    assert train.evaluate(model, source)[0].item() == pytest.approx(want, rel=1e-5)
+        for x, y in samples:
+            logits = net(x).double().view(len(y), -1)
+            terms += [(row.exp().sum().log() - row[answer]).item() for row, answer in zip(logits, y, strict=True)]
+            hits += [row.argmax() == answer for row, answer in zip(logits, y, strict=True)]
+    assert loss == pytest.approx(math.fsum(terms) / len(terms), rel=1e-5)
+    assert right == pytest.approx(sum(hits).item() / len(hits))
+
+
+@pytest.mark.parametrize("model", TASKS)
+def test_a_seed_gives_its_own_weights(model, sources):
+    def weights(seed: int) -> torch.Tensor:
+        torch.rand(1)  # what the program draws before does not matter
+        drawn = train.make_model(run(model, seed=seed), sources[model])
+        return torch.cat([p.flatten() for p in drawn.parameters() if p.dim() > 1]).detach()
+
+    first, again, other = map(weights, (0, 0, 1))
+    assert torch.equal(first, again)
+    assert (first != other).double().mean() > 0.9
 
 
 def test_warm_up_gives_each_update_the_mean_over_its_samples(sources, monkeypatch):
@@ -147,16 +176,37 @@ def test_warm_up_gives_each_update_the_mean_over_its_samples(sources, monkeypatc
     assert sum(seen[M]) * M == pytest.approx(sum(seen[MAX]) * MAX)
 
 
-@pytest.mark.parametrize(("algorithm", "rule"), [("invariant", "linear"), ("standard", "square_root")])
-def test_a_ramp_is_the_small_batch_first_and_the_large_one_after(algorithm, rule, sources):
-    settings = run(algorithm=algorithm, rule=rule, batch=M, epochs=4)
-    constant = train.finish(train.train(settings, sources["resnet-ln"]))
-    ramp = train.finish(train.train(settings._replace(ramp=f"{M}-{MAX}"), sources["resnet-ln"]))
+@pytest.mark.parametrize(
+    ("algorithm", "rule", "power"),
+    [("invariant", "linear", 1.0), ("standard", "square_root", 0.5), ("accumulate", "linear", 1.0)],
+)
+@pytest.mark.parametrize("sizes", [(M, MAX), (MAX, M)])
+def test_a_ramp_is_one_batch_size_first_and_the_other_after(algorithm, rule, power, sizes, sources):
+    settings, source = run(algorithm=algorithm, rule=rule, batch=sizes[0], epochs=4), sources["resnet-ln"]
+    constant = train.finish(train.train(settings, source))
+    settings = settings._replace(ramp="{}-{}".format(*sizes))
+    ramp = train.finish(train.train(settings, source))
     assert losses(ramp)[:2] == losses(constant)[:2]
-    assert losses(ramp)[2:] != losses(constant)[2:]
-    assert [row["lr"] for row in ramp][2:] == [1e-3, 1e-3]
+    assert [row["lr"] for row in ramp] == pytest.approx([1e-3 * (B / MAX) ** power for B in sizes for _ in range(2)])
+
+    def at(B: int) -> tuple[float, float, float]:
+        return 1e-3 * (B / MAX) ** power, 0.1 * B / MAX, 0.001 * B / MAX
+
+    want = by_hand(settings, source, "invariant" if algorithm == "invariant" else "standard", at)
+    assert losses(ramp) == pytest.approx(want, rel=2e-4)
     if algorithm == "invariant":
         assert losses(ramp)[2:] == pytest.approx(losses(constant)[2:], rel=5e-3)
+
+
+@pytest.mark.parametrize("model", ["resnet-ln", "gpt"])
+@pytest.mark.parametrize("batch", [M, 10, MAX])
+def test_adama_is_invariant_adam_at_another_learning_rate(model, batch, sources):
+    """Its v is invariant Adam's over κ: η = √(B/B_max)·η₀/√κ_max makes steps of √κ·η = B/B_max·η₀."""
+    invariant = run(model, batch=batch)
+    adama = run(model, "adama", "square_root", batch, lr0=1e-3 / math.sqrt(MAX / M))
+    one, other = (train.finish(train.train(settings, sources[model])) for settings in (invariant, adama))
+    for key in ("train_loss", "test_loss"):  # float32; 2e-7 seen
+        assert [row[key] for row in other] == pytest.approx([row[key] for row in one], rel=2e-6)
 
 
 def test_runs_that_take_turns_are_the_runs_alone(sources):

@@ -107,7 +107,7 @@ class Optimizer:
             betas = scale(0.0, BETAS, from_batch=run.max_batch_size, to_batch=batch, rule=rule).betas
             if run.algorithm == "halflife":
                 betas = (BETAS[0], BETAS[1] ** rho)
-            inner.param_groups[0]["betas"] = betas
+            change_betas(inner, betas)
         self.rate = math.nan
 
     def lr(self, factor: float = 1.0) -> float:
@@ -129,6 +129,23 @@ class Optimizer:
             group["lr"].fill_(self.lr(factor))
         else:
             group["lr"] = self.lr(factor)
+
+
+def change_betas(adam: torch.optim.Optimizer, betas: tuple[float, float]) -> None:
+    """Change the betas of torch's Adam in mid-run and leave m̂ and v̂ as they are.
+
+    Torch debiases by 1 − βᵗ, as if all t updates had had the β of the last. With t′ = t·ln β₂/ln β₂′ for t it is
+    1 − β₂ᵗ still: what the weights in v add up to. One t′ cannot be right for both moments, unless β₁ and β₂ scale
+    exponentially, so m is brought to the sum that t′ claims, (1 − β₁′^t′)/(1 − β₁ᵗ) times its own. That is 1 once m has
+    forgotten its zero, and before that it matters most where β₁ does not follow the batch size at all.
+    """
+    group = adam.param_groups[0]
+    old, group["betas"] = group["betas"], betas
+    for state in adam.state.values():  # in place: torch's step is a float, and takes fractions
+        t = state["step"].item()
+        equal = t * math.log(old[1]) / math.log(betas[1])
+        state["step"].fill_(equal)
+        state["exp_avg"].mul_((1 - betas[0] ** equal) / (1 - old[0] ** t))
 
 
 class Update:
