@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import re
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lab_results import FULL, PAIR, rows, same, uneven, write
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from invariant_adam.cli import app
@@ -507,24 +509,78 @@ def test_what_each_micro_batch_size_reaches_is_drawn_at_one_batch_size(tmp_path)
     assert figure.get_suptitle().endswith("B = 400, after 150,000 samples")
 
 
-def test_no_line_joins_what_was_chosen_of_other_learning_rates(tmp_path):
+def test_a_thin_line_joins_what_was_chosen_of_other_learning_rates(tmp_path):
     drawn = dict(figures.figures(load(write(tmp_path, uneven()))))
-    said = "no line: not the same η₀ were tried"
+    said = "thin: not the same η₀ were tried"
     for model, joined in (("resnet-bn", [[25], [100, 400], [800]]), ("vit", [[25, 100, 400]])):
         figure = drawn[f"{model}-best"]
         assert (said in [text.get_text() for text in figure.legends[0].get_texts()]) == (len(joined) > 1)
         colour = figures.ALGORITHMS["standard"]
         lines = [line for line in figure.axes[0].lines if line.get_color() == colour and line.get_linestyle() == "-"]
-        assert [list(line.get_xdata()) for line in lines] == joined
+        wide = [list(line.get_xdata()) for line in lines if line.get_linewidth() == 2]
+        thin = [list(line.get_xdata()) for line in lines if line.get_linewidth() < 1]
+        assert wide == joined
+        assert thin == [[one[-1], two[0]] for one, two in itertools.pairwise(joined)]
 
 
 def test_the_paper_s_curves_leave_out_learning_rates_of_few_batch_sizes(tmp_path):
     drawn = dict(figures.figures(load(write(tmp_path, uneven()))))
     legends = {name: [text.get_text() for text in drawn[name].legends[0].get_texts()] for name in drawn}
     fine = "η₀ = 3·10⁻⁴"  # at B = 100 and 400
-    assert fine in legends["resnet-bn-all"]
-    assert fine not in legends["resnet-bn-curves"]
-    assert "η₀ = 10⁻³" in legends["resnet-bn-curves"]
+    assert fine in legends["resnet-bn-batch-size"]
+    for name in ("resnet-bn-curves", "resnet-bn-all"):
+        assert fine not in legends[name]
+        assert "η₀ = 10⁻³" in legends[name]
+
+
+def test_what_was_tried_at_one_batch_size_has_no_panel(tmp_path):
+    found = rows(**SMALL) + rows(algorithms=(("micro", "none"), ("adama", "linear")), sizes=(25,), rates=(1e-4,))
+    found += rows(algorithms=(("halflife", "none"),), **SMALL)
+    drawn = dict(figures.figures(load(write(tmp_path, [row for row in found if row["epoch"] <= 3]))))
+    for name in ("resnet-bn-all", "resnet-bn-batch-size"):
+        titles = [ax.get_title(loc="left") for ax in drawn[name].axes]
+        assert [title.split(",")[0] for title in titles if title] == ["Invariant Adam", "Standard Adam", "Adam"]
+
+
+def test_a_learning_rate_has_one_colour_in_all_figures(tmp_path):
+    results = load(write(tmp_path, uneven()))
+    colours = figures.rate_colours(results)
+    assert list(colours) == [1e-5, 1e-4, 3e-4, 1e-3, 3e-3]
+    assert len(set(colours.values())) == 5
+    named = {f"η₀ = {figures._power(lr0)}": colour for lr0, colour in colours.items()}
+    seen = set()
+    for _, figure in figures.figures(results):
+        for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].get_texts(), strict=True):
+            if text.get_text() in named:
+                assert line.get_color() == named[text.get_text()]
+                seen.add(text.get_text())
+    assert seen == set(named)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 20])
+def test_there_are_colours_for_any_number_of_learning_rates(tmp_path, count):
+    results = load(write(tmp_path, rows(sizes=(25,), rates=[1e-5 * (i + 1) for i in range(count)], epochs=1)))
+    assert len(set(figures.rate_colours(results).values())) == count
+
+
+@given(st.floats(1e-4, 1e3), st.floats(1.001, 1e6))
+def test_a_logarithmic_axis_has_three_ticks_at_least_and_not_too_many(low, factor):
+    ax = Figure().subplots()
+    ax.plot([0, 1], [low, low * factor])
+    figures.dress(ax, log=True)
+    below, above = ax.get_ylim()
+    assert 3 <= sum(below <= tick <= above for tick in ax.yaxis.get_majorticklocs()) <= 12
+
+
+@pytest.mark.parametrize(("small", "scale"), [(0.2, "symlog"), (10.0, "linear"), (0.0, "linear")])
+def test_small_differences_are_seen_beside_large_ones(small, scale):
+    row = Figure().subplots(1, 2, sharey=True)
+    for ax, reach in zip(row, (30.0, small), strict=True):
+        ax.plot([1, 2, 3], [0, -reach / 3, reach])
+    figures._differences(row)
+    assert {ax.get_yscale() for ax in row} == {scale}
+    low, high = row[0].get_ylim()
+    assert low < -10 < 30 < high
 
 
 def test_the_headline_says_what_curves_are_means_over(tmp_path):

@@ -8,6 +8,7 @@ from browser import BROWSER, DRIVER, start
 from lab_results import rows, same, write
 
 from invariant_adam.lab import page
+from invariant_adam.lab.results import load
 
 FOUND = bool(BROWSER and DRIVER)
 needs_browser = [
@@ -29,7 +30,7 @@ def results():
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    return page.write(write(folder, results()), folder / "report.html")
+    return page.write(load(write(folder, results())), folder / "report.html")
 
 
 @pytest.fixture(scope="module")

@@ -602,7 +602,7 @@ def figures(
     out = out or results / "figures"
     try:
         found = load(results)
-        written = [*drawing.draw(results, out), page.write(results, out / "report.html")]
+        written = [*drawing.draw(found, out), page.write(found, out / "report.html")]
     except ValueError as error:
         fail(error)
     except OSError as error:

@@ -1,7 +1,8 @@
 """A grid's results -> its figures, PNG and SVG, and the table of spreads.
 
-In curves, colour is the learning rate η₀, opacity and width are the batch size: small ones pale and wide, large ones
-dark and narrow, so that those on top of each other can all be seen. An × ends a curve whose run diverged.
+In curves, colour is the learning rate η₀, the same in all figures of a folder; opacity and width are the batch size:
+small ones pale and wide, large ones dark and narrow, so that those on top of each other can all be seen. An × ends a
+curve whose run diverged.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import itertools
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from . import record
 from .results import (
@@ -36,7 +38,6 @@ from .results import (
     fixed_samples,
     in_common,
     level,
-    load,
     mean_curve,
     spreads,
     table,
@@ -46,9 +47,13 @@ from .results import (
 INK, FAINT, GRID = "#1d2330", "#6b7285", "#e4e6ec"
 # Okabe and Ito's colours, which the colour-blind tell apart, the pale ones last; and a purple.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b3a8e")
+# Learning rates from cold to hot, in an order of hue that the colour-blind see too: dark ends, a pale middle.
+SPECTRUM = ("#332288", "#0077cc", "#1fa58f", "#dda520", "#d64a1e", "#7d1f50")
 _DRAWN = ("invariant", "standard", "adama", "halflife", "accumulate")
 ALGORITHMS = dict(zip(_DRAWN, COLOURS, strict=False)) | {"micro": INK}
 ACROSS = 4  # panels side by side; more go below
+WIDTH = 11.6  # inches at most: wider, and the letters are too small in a column of text
+SMALL = 0.1  # percent: axes of differences are linear up to it, logarithmic beyond
 VARIANTS = (("-", "o"), ("--", "s"), (":", "D"), ("-.", "v"), ((0, (5, 1, 1, 1, 1, 1)), "P"))
 STYLE: Any = {
     "font.size": 10.5,
@@ -59,9 +64,8 @@ STYLE: Any = {
 }
 
 
-def draw(results_dir: Path, out_dir: Path) -> list[Path]:
-    """Draw everything that the results in `results_dir` allow; return what was written under `out_dir`."""
-    results = load(results_dir)
+def draw(results: Results, out_dir: Path) -> list[Path]:
+    """Draw everything that the results allow; return what was written under `out_dir`."""
     written = [record.write_json(out_dir / "spreads.json", table(results))]
     for name, figure in figures(results):
         written += [record.write(out_dir / f"{name}.{form}", render(figure, form)) for form in ("png", "svg")]
@@ -84,8 +88,10 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
                 if name not in shown and not alone:  # the paper's pair; others are in the figure of all
                     shown.add(name)
                     yield name, curves_figure(results, model, pair, METRICS, _whole(results, model, pair))
-            if set(every) != {series for pair in pairs[:1] for series in pair}:
-                yield f"{model}-all", curves_figure(results, model, every, ("train_loss", "test_accuracy"))
+            rates = _whole(results, model, every)
+            compared = [series for series in every if _several(results, model, series, rates)]
+            if not set(compared) <= {series for pair in pairs[:1] for series in pair}:
+                yield f"{model}-all", curves_figure(results, model, compared, ("train_loss", "test_accuracy"), rates)
             constant = [series for series in every if _several(results, model, series)]
             if constant:
                 yield f"{model}-batch-size", batch_size_figure(results, model, constant)
@@ -108,11 +114,22 @@ def _whole(results: Results, model: str, columns: Sequence[Series]) -> set[float
     return {lr0 for lr0, found in sizes.items() if len(found) == max(map(len, sizes.values()))}
 
 
+def paper_pair(results: Results, model: str) -> list[Series]:
+    """Return what the paper compares, as far as it is there: invariant Adam at the M of most runs, and its rival."""
+    ours = [series for series in _paper(results, model) if not series.warmup_samples][:1]
+    return [series for s in ours for series in (s, s.rival) if series in results.series(model)]
+
+
+def _paper(results: Results, model: str) -> list[Series]:
+    """Return the series of invariant Adam as in the paper, those of most runs first."""
+    paper = [s for s in results.series(model) if (s.algorithm, s.rule) == ("invariant", "linear")]
+    return sorted(paper, key=lambda series: -len(results.group(model, series)))
+
+
 def _questions(results: Results, model: str) -> Iterator[tuple[str, list[tuple[str, Series]]]]:
     """Yield what is compared with invariant Adam as in the paper, of most runs, in one thing alone."""
     every = results.series(model)
-    paper = [s for s in every if (s.algorithm, s.rule) == ("invariant", "linear")]
-    paper.sort(key=lambda series: -len(results.group(model, series)))
+    paper = _paper(results, model)
     for ours in [s for s in paper if s._replace(rule="exponential") in every][:1]:
         yield "rules", [(model, ours), (model, ours._replace(rule="exponential"))]
     accumulated = {s.rival: s for s in every if s.algorithm == "accumulate"}
@@ -158,7 +175,7 @@ def curves_figure(
         rates: which η₀; all if not given.
     """
     runs = [run for series in columns for run in results.group(model, series) if rates is None or run.lr0 in rates]
-    look = _Look(runs)
+    look = _Look(results, runs)
     metrics = [metric for metric in metrics if any(_measured(run, metric) for run in runs)]
     groups = {
         (series, lr0): by_batch_size(level(results.group(model, series, lr0)))
@@ -188,7 +205,7 @@ def spread_figure(results: Results) -> Figure:
     """
     rows = [row for row in spreads(results) if not math.isnan(row.spread.value)]
     models = [model for model in results.models if any(row.model == model for row in rows)]
-    figure = Figure(figsize=(max(6.4, 3.7 * len(models)), 4.1), layout="constrained")
+    figure = Figure(figsize=(max(6.4, 2.9 * len(models)), 4.1), layout="constrained")
     axes = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     finite = [row.spread.value for row in rows if math.isfinite(row.spread.value)]
     ceiling = 2.5 * max([*finite, TOLERANCE])
@@ -230,12 +247,12 @@ def spread_figure(results: Results) -> Figure:
         ax.axhline(TOLERANCE, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         ax.set_xscale("log")
         dress(ax, log=True)
-        ax.set_title(_wrap(f"{MODELS.get(model, model)}, {_sizes(sizes)}"), loc="left", fontweight="bold")
+        ax.set_title(f"{MODELS.get(model, model)},\n{_sizes(sizes)}", loc="left", fontweight="bold")
         ax.set_xlabel("learning rate η₀")
         ax.margins(x=0.12)
-    axes[0].annotate(
-        f"{TOLERANCE:.0%} of the loss".replace("%", " %"), (0.02, TOLERANCE), (0, 3),
-        xycoords=axes[0].get_yaxis_transform(), textcoords="offset points", color=FAINT, fontsize=9,
+    axes[-1].annotate(
+        f"{TOLERANCE:.0%} of the loss".replace("%", " %"), (0.99, TOLERANCE), (0, -4), ha="right", va="top",
+        xycoords=axes[-1].get_yaxis_transform(), textcoords="offset points", color=FAINT, fontsize=9,
     )  # fmt: skip
     axes[0].set_ylabel("spread over batch sizes")
     more = [_marker("hollow: fewer batch sizes", "o", markerfacecolor="white", color=FAINT)] if lacking else []
@@ -246,10 +263,10 @@ def spread_figure(results: Results) -> Figure:
 def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -> Figure:
     """Draw the training loss after a fixed number of samples against B, and its difference from the smallest B."""
     runs = {series: results.group(model, series) for series in columns}
-    look = _Look([run for group in runs.values() for run in group])
+    look = _Look(results, [run for group in runs.values() for run in group])
     samples = fixed_samples(run for group in runs.values() for run in group)
     rows = ("training loss", "difference from\nthe smallest B, %")
-    figure, grid = _panels(_titles(results, model, columns), rows, heights=2.6)
+    figure, grid = _panels([results.label(model, series) for series in columns], rows, heights=2.6)
     for (above, below), series in zip(grid, columns, strict=True):
         for lr0 in look.rates:
             groups = by_batch_size(level(run for run in runs[series] if run.lr0 == lr0))
@@ -262,19 +279,19 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
             for size in wild:
                 top: Any = {"transform": above.get_xaxis_transform(), "markersize": 8, "markeredgewidth": 2}
                 above.plot(size, 0.95, "x", color=look.colours[lr0], **top)
-        below.axhline(0, color=FAINT, linewidth=1, zorder=1)
         dress(above, log=True)
-        dress(below, log=False)
         _batch_sizes(above, look.sizes)
         _batch_sizes(below, look.sizes)
+    _differences([below for _, below in grid])
     look.legend(figure, sizes=False)
-    _headline(figure, model, "" + (f"after {samples:,.0f} samples" if samples > 0 else "no samples in common"))
+    _headline(figure, model, f"after {samples:,.0f} samples" if samples > 0 else "no samples in common")
     return figure
 
 
 def best_figure(results: Results, model: str) -> Figure:
     """Draw what each series reaches at each B with its best η₀ of those it tried there; hollow where it is the last of
-    them. A line joins batch sizes where the same were tried: others would look like an effect of B."""
+    them. A line is thin between batch sizes where other η₀ were tried: it would look like an effect of B. A series that
+    is compared at one batch size alone is left to the tables."""
     chosen = {m: best(results, model, m) for m in ("train_loss", "test_loss", "test_accuracy")}
     chosen = {metric: rows for metric, rows in chosen.items() if any(len(row.tried) > 1 for row in rows)}
     figure = Figure(figsize=(3.7 * len(chosen), 4.1), layout="constrained")
@@ -282,18 +299,25 @@ def best_figure(results: Results, model: str) -> Figure:
     labels = {series: results.label(model, series) for series in results.series(model)}
     styles = _looks(labels.items())
     handles: dict[str, Line2D] = {}
+    thin: Any = {"linewidth": 0.9, "zorder": 1}
     apart = False
     for ax, (metric, rows) in zip(axes, chosen.items(), strict=True):
-        for series in [s for s in labels if any(row.series == s for row in rows)]:
-            look = styles[labels[series]]
-            points = [row for row in rows if row.series == series]
+        found = {series: [row for row in rows if row.series == series] for series in labels}
+        fewest = min(2, max(map(len, found.values())))
+        for series, points in found.items():
+            if len(points) < fewest:
+                continue
+            look = styles[labels[series]] | {"markersize": 7.5, "markeredgecolor": "white"}
             parts = [list(part) for _, part in itertools.groupby(points, key=lambda row: row.tried)]
             for part in parts:
                 (line,) = ax.plot([row.batch_size for row in part], [row.value for row in part], **look)
+            for one, two in itertools.pairwise(parts):
+                ends = one[-1], two[0]
+                ax.plot([row.batch_size for row in ends], [row.value for row in ends], color=look["color"], **thin)
             handles.setdefault(labels[series], line)
             apart = apart or len(parts) > 1
             edge = [(row.batch_size, row.value) for row in points if row.at_edge]
-            hollow = {**look, "linestyle": "", "markerfacecolor": "white", "zorder": 4}
+            hollow = look | {"linestyle": "", "markerfacecolor": "white", "markeredgecolor": look["color"], "zorder": 4}
             ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
         dress(ax, log=metric.endswith("loss"))
         _batch_sizes(ax, sorted({row.batch_size for row in rows}))
@@ -302,7 +326,7 @@ def best_figure(results: Results, model: str) -> Figure:
     for label, line in handles.items():
         line.set_label(label)
     said = [_marker("hollow: the best η₀ is the smallest or largest tried", "o", markerfacecolor="white", color=FAINT)]
-    said += [_marker("no line: not the same η₀ were tried", "")] * apart
+    said += [Line2D([], [], color=FAINT, label="thin: not the same η₀ were tried", **thin)] * apart
     _legend(figure, [[*handles.values()], said])
     samples = next(row.samples for rows in chosen.values() for row in rows)
     _headline(figure, model, f"the best of the η₀ tried, after {samples:,.0f} samples")
@@ -313,7 +337,7 @@ def difference_figure(results: Results, columns: Sequence[tuple[str, Series]]) -
     """Draw how far batch sizes are from the smallest, epoch by epoch: a column for each model and series, a row for
     each η₀, over the batch sizes and seeds that all columns have there."""
     sides = _beside(results, columns)
-    look = _Look([run for row in sides.values() for side in row for run in side])
+    look = _Look(results, [run for row in sides.values() for side in row for run in side])
     models = {model: [s for m, s in columns if m == model] for model, _ in columns}
     titles = [results.label(model, series, among=models[model]) for model, series in columns]
     if len(models) > 1:
@@ -322,15 +346,15 @@ def difference_figure(results: Results, columns: Sequence[tuple[str, Series]]) -
         f"η₀ = {_power(lr0)}: difference\nfrom B = {min(run.batch_size for run in row[0])}, %"
         for lr0, row in sides.items()
     ]
-    figure, grid = _panels(titles, rows, heights=2.4)
+    figure, grid = _panels(titles, rows, heights=2.8)
     for axes, runs in zip(grid, zip(*sides.values(), strict=True), strict=True):
         for ax, lr0, side in zip(axes, sides, runs, strict=True):
             groups = by_batch_size(side)
             for size, seeds in groups.items():
                 look.curve(ax, *_difference(seeds, next(iter(groups.values()))), lr0, size)
-            ax.axhline(0, color=FAINT, linewidth=1, zorder=1)
-            dress(ax, log=False)
             _epochs(ax)
+    for row in zip(*grid, strict=True):
+        _differences(row)
     look.legend(figure)
     said = " and ".join(MODELS.get(model, model) for model in models)
     curves = [seeds for row in sides.values() for side in row for seeds in by_batch_size(side).values()]
@@ -382,7 +406,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
     columns = list(dict.fromkeys(series for series, _, _ in ramps))
     rates = {lr0 for _, lr0, _ in ramps}
     constant = {s: [run for run in results.group(model, s) if run.lr0 in rates] for s in columns}
-    look = _Look([run for group in (*constant.values(), *ramps.values()) for run in group])
+    look = _Look(results, [run for group in (*constant.values(), *ramps.values()) for run in group])
     rows = ("training loss", "difference from\nthe smallest B, %")
     figure, grid = _panels(_titles(results, model, columns), rows, heights=3.0)
     names = list(dict.fromkeys(name for _, _, name in ramps))
@@ -403,10 +427,9 @@ def ramp_figure(results: Results, model: str) -> Figure:
                     else:
                         look.curve(ax, x, y, lr0, size)
         dress(above, log=True)
-        dress(below, log=False)
-        below.axhline(0, color=FAINT, linewidth=1, zorder=1)
         _epochs(above)
         _epochs(below)
+    _differences([below for _, below in grid])
     more = [Line2D([], [], color=INK, linewidth=1.8, linestyle=dashes.get(n, "-"), label=f"ramp {n}") for n in names]
     look.legend(figure, more=more)
     _headline(figure, model, "batch size ramped (dashed) and constant")
@@ -416,14 +439,22 @@ def ramp_figure(results: Results, model: str) -> Figure:
 # --------------------------------------------------------------------------- how things look
 
 
-class _Look:
-    """Colours by learning rate, opacity and width by batch size, for all runs of one figure."""
+def rate_colours(results: Results) -> dict[float, str]:
+    """Give each η₀ of the results its colour, from SPECTRUM and as far apart as their number allows."""
+    rates = sorted({run.lr0 for run in results.runs})
+    ramp = LinearSegmentedColormap.from_list("η₀", SPECTRUM, N=max(len(SPECTRUM), len(rates)))
+    gap = (ramp.N - 1) / max(1, len(rates) - 1)
+    return {lr0: to_hex(ramp(round(i * gap))) for i, lr0 in enumerate(rates)}
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+
+class _Look:
+    """Colours by learning rate of all results, opacity and width by batch size, for the runs of one figure."""
+
+    def __init__(self, results: Results, runs: Sequence[Run]) -> None:
         self.rates = sorted({run.lr0 for run in runs})
         self.sizes = sorted({run.batch_size for run in runs if not run.ramp}) or sorted({r.batch_size for r in runs})
         self.wild = any(run.diverged is not None for run in runs)
-        self.colours = {lr0: COLOURS[i % len(COLOURS)] for i, lr0 in enumerate(self.rates)}
+        self.colours = {lr0: colour for lr0, colour in rate_colours(results).items() if lr0 in self.rates}
         last = max(1, len(self.sizes) - 1)
         self.alphas = {size: 0.3 + 0.7 * i / last for i, size in enumerate(self.sizes)}
         self.widths = {size: 4.2 - 3.0 * i / last for i, size in enumerate(self.sizes)}
@@ -472,7 +503,8 @@ def _panels(columns: Sequence[str], rows: Sequence[str], heights: float) -> tupl
     """Make a column of panels for each title and a row for each quantity, at most ACROSS columns side by side."""
     blocks = math.ceil(len(columns) / ACROSS)
     across = math.ceil(len(columns) / blocks)
-    size = (max(7.6, 3.6 * across), heights * len(rows) * blocks + 0.8)
+    width = min(3.6, WIDTH / across)
+    size = (max(7.6, width * across), heights * len(rows) * blocks + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(rows) * blocks, across, squeeze=False)
     found = []
@@ -489,7 +521,7 @@ def _panels(columns: Sequence[str], rows: Sequence[str], heights: float) -> tupl
             else:
                 ax.set_ylabel(rows[row])
             ax.tick_params(labelbottom=row + 1 == len(rows))
-        axes[0].set_title(_wrap(title), loc="left", fontweight="bold")
+        axes[0].set_title(_wrap(title, round(9 * width)), loc="left", fontweight="bold")
         found.append(axes)
     for ax in set(grid.flat).difference(*found):
         ax.set_axis_off()
@@ -501,21 +533,33 @@ def dress(ax: Axes, *, log: bool) -> None:
     if log:
         ax.set_yscale("log")
         low, high = ax.get_ylim()
-        ticks: dict[float, tuple[float, ...]] = {
-            3: (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
-            12: (1, 1.5, 2, 3, 5, 7),
-            200: (1, 2, 5),
-            math.inf: (1,),
-        }
-        subs = next(subs for limit, subs in ticks.items() if high / low <= limit)
-        ax.yaxis.set_major_locator(LogLocator(subs=subs))
+        # The coarsest that give four ticks; less than a factor of four is divided evenly, as a linear axis is.
+        tried = [LogLocator(subs=subs) for subs in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))]
+        enough = [ticks for ticks in tried if sum(low <= tick <= high for tick in ticks.tick_values(low, high)) > 3]
+        ax.yaxis.set_major_locator(enough[0] if enough else MaxNLocator(5, steps=[1, 2, 5, 10], min_n_ticks=3))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.yaxis.set_minor_locator(NullLocator())
     ax.grid(color=GRID, linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(FAINT)
     ax.tick_params(which="both", color=FAINT)
+
+
+def _differences(row: Sequence[Axes]) -> None:
+    """Dress panels of differences in percent; where one reaches ten times less than another, for both to be seen the
+    scale is logarithmic beyond SMALL, and linear in the shaded part."""
+    reach = [far for far in (max(map(abs, ax.dataLim.intervaly)) for ax in row) if 0 < far < math.inf]
+    for ax in row:
+        ax.axhline(0, color=FAINT, linewidth=1, zorder=1)
+        dress(ax, log=False)
+        if reach and 10 * min(reach) < max(reach):
+            ax.axhspan(-SMALL, SMALL, color=GRID, alpha=0.6, linewidth=0, zorder=0)
+            ax.set_yscale("symlog", linthresh=SMALL, linscale=0.7)
+            powers = [SMALL * 10**i for i in range(6)]
+            ax.yaxis.set_major_locator(FixedLocator([-power for power in powers] + [0, *powers]))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+            ax.yaxis.set_minor_locator(NullLocator())
 
 
 def render(figure: Figure, form: str) -> bytes:
@@ -524,6 +568,7 @@ def render(figure: Figure, form: str) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "invariant-adam"}):
         metadata = {"Date": None} if form == "svg" else None
         figure.savefig(buffer, format=form, dpi=160, facecolor="white", metadata=metadata)
+    figure.set_layout_engine("none")  # the other form keeps the places: to find them is half of the work
     return buffer.getvalue()
 
 
@@ -561,8 +606,8 @@ def _seeds(curves: Iterable[Sequence[Run]]) -> str:
     return "one seed" if counts <= {1} else "mean over seeds" + " where there are several" * (1 in counts)
 
 
-def _several(results: Results, model: str, series: Series) -> bool:
-    return len(by_batch_size(results.group(model, series))) > 1
+def _several(results: Results, model: str, series: Series, rates: Collection[float] | None = None) -> bool:
+    return len({run.batch_size for run in results.group(model, series) if rates is None or run.lr0 in rates}) > 1
 
 
 def _measured(run: Run, metric: str) -> bool:
@@ -571,7 +616,7 @@ def _measured(run: Run, metric: str) -> bool:
 
 def _epochs(ax: Axes) -> None:
     _name_below(ax, "epoch")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
 def _name_below(ax: Axes, name: str) -> None:
@@ -579,12 +624,12 @@ def _name_below(ax: Axes, name: str) -> None:
         ax.set_xlabel(name)
 
 
-def _batch_sizes(ax: Axes, sizes: Sequence[int], names: Mapping[int, str] | None = None) -> None:
+def _batch_sizes(ax: Axes, sizes: Sequence[int]) -> None:
     _name_below(ax, "batch size B")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(sizes))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: (names or {}).get(round(value), f"{value:g}")))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _sizes(sizes: Iterable[int]) -> str:
@@ -592,15 +637,15 @@ def _sizes(sizes: Iterable[int]) -> str:
 
 
 def _dark(colour: str) -> tuple[float, float, float]:
-    r, g, b = matplotlib.colors.to_rgb(colour)
+    r, g, b = to_rgb(colour)
     return 0.5 * r, 0.5 * g, 0.5 * b
 
 
-def _wrap(label: str) -> str:
+def _wrap(label: str, letters: int) -> str:
     for mark in ("=", "∝"):
         label = label.replace(f" {mark} ", f"\u00a0{mark}\u00a0")  # M = 25 stays in one piece
     lines = label.replace("warm-up ", "warm-up\u00a0").split("\n")
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, 32, break_on_hyphens=False))
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, letters, break_on_hyphens=False))
 
 
 def _headline(figure: Figure, model: str, text: str) -> None:

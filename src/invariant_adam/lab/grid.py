@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import data, figures, page, record, timing, train
+from . import data, figures, page, record, results, timing, train
 from .results import COLUMNS
 from .runs import ALGORITHMS, RULES, TASKS, Run, check
 from .source import Source, load
@@ -704,5 +704,5 @@ def _worker(setup: Setup, threads: int, tasks: Any, messages: Any) -> None:
 
 def draw(setup: Setup) -> list[Path]:
     """Draw the figures and the page of a grid; return what was written."""
-    out = setup.folder / "figures"
-    return [*figures.draw(setup.folder, out), page.write(setup.folder, out / "report.html")]
+    found, out = results.load(setup.folder), setup.folder / "figures"
+    return [*figures.draw(found, out), page.write(found, out / "report.html")]

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from . import record
-from .results import METRICS, MODELS, PER_EPOCH, Results, load, ranges, rate, remarks, spreads
+from .results import METRICS, MODELS, PER_EPOCH, Results, ranges, rate, remarks, spreads
 
 HERE = Path(__file__).parent
 
 
-def write(results_dir: Path, out_file: Path) -> Path:
-    """Write the report of the results in `results_dir`: one file, with everything in it."""
-    return record.write(out_file, report(load(results_dir)))
+def write(results: Results, out_file: Path) -> Path:
+    """Write the report of the results: one file, with everything in it."""
+    return record.write(out_file, report(results))
 
 
 def frame(title: str, body: str, script: str = "") -> str:
