@@ -238,14 +238,14 @@ def _of_one_micro_batch(runs: Sequence[Run]) -> Iterator[Run]:
     def one(series: Series, size: int) -> bool:
         return series.algorithm in SAME_AT_M and series.micro_batch_size in (0, size)
 
-    wanted = dict.fromkeys((run.model, run.series, run.lr0) for run in runs if not run.ramp)
+    wanted = dict.fromkeys((run.model, run.series, run.lr0, run.seed) for run in runs if not run.ramp)
     for run in runs:
         if run.ramp or not one(run.series, run.batch_size):
             continue
-        for model, series, lr0 in wanted:
+        for model, series, lr0, seed in wanted:
             alike = series[1] == run.series[1] and series[3:] == run.series[3:]  # rule, betas, warm-up
             micro = run.batch_size in (series.micro_batch_size, run.series.micro_batch_size)
-            if (model, lr0) == (run.model, run.lr0) and alike and micro and one(series, run.batch_size):
+            if (model, lr0, seed) == (run.model, run.lr0, run.seed) and alike and micro and one(series, run.batch_size):
                 yield run._replace(series=series)
 
 
