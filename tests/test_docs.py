@@ -1,3 +1,5 @@
+import functools
+import itertools
 import json
 import math
 import re
@@ -7,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from lab_results import FULL, PAIR, rows, same, uneven, write
+
+from invariant_adam.lab.results import best, compare, load, measure
 
 ROOT = Path(__file__).parents[1]
 
@@ -332,6 +336,138 @@ def test_a_ramp_is_compared_within_its_seeds(pages, tmp_path):
     before = tables(filled(pages, tmp_path), "ramp")
     write(tmp_path / pages.LAB / "ramp", found + rows(sizes=(25, 400), rates=(1e-4,), epochs=3, seeds=(1, 2)))
     assert tables(filled(pages, tmp_path), "ramp") == before
+
+
+@pytest.fixture(scope="module")
+def lab_results():
+    return load(ROOT / "benchmarks" / "results" / "lab")
+
+
+def side(found, model, algorithm, lr0, sizes=None, warmup=0):
+    """The runs of the paper's comparison at M of the model, of these batch sizes or all."""
+    rule = {"invariant": "linear", "halflife": "none"}.get(algorithm, "square_root")
+    if algorithm == "linear":
+        algorithm, rule = "standard", "linear"
+    micro = 8 if model == "gpt" else 25
+    (series,) = (
+        s
+        for s in found.series(model)
+        if (*s[:2], s.warmup_samples) == (algorithm, rule, warmup) and s.micro_batch_size in (0, micro)
+    )
+    return [run for run in found.group(model, series, lr0) if sizes is None or run.batch_size in sizes]
+
+
+def spread_of(found, model, algorithm, lr0, sizes=None, warmup=0):
+    return measure(side(found, model, algorithm, lr0, sizes, warmup)).value
+
+
+def ratio_of(found, model, lr0, sizes=None, warmup=0):
+    below, above = compare([side(found, model, name, lr0, sizes, warmup) for name in ("invariant", "standard")])
+    return above.value / below.value
+
+
+def gap(found, model, algorithm, size, epoch, base=25):
+    """How many percent the log loss at a batch size is above that at another, at η₀ = 1e-4 with seed 0."""
+    losses = {r.batch_size: r.losses[epoch] for r in side(found, model, algorithm, 1e-4) if r.seed == 0}
+    return 100 * math.log(losses[size] / losses[base])
+
+
+SMALLER = {"gpt": (8, 32, 128), "resnet-ln": (25, 100, 400)}
+
+
+def test_the_short_answers_of_the_results_page_are_those_of_the_results(lab_results):
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    at = functools.partial(ratio_of, lab_results)
+    bn, ln, vit, gpt = (round(at(model, 1e-5)) for model in ("resnet-bn", "resnet-ln", "vit", "gpt"))
+    assert f"lie {bn} (batch norm), {ln} (layer norm) and {vit} times (ViT) closer" in page
+    assert f"in a GPT {gpt} times." in page
+    bn, vit = (round(at(model, 1e-4)) for model in ("resnet-bn", "vit"))
+    ln, gpt = (f"{at(model, 1e-4):.1f}" for model in ("resnet-ln", "gpt"))
+    assert f"{bn} times with batch norm and {vit} in the ViT, but {ln} with layer norm and {gpt} in the GPT" in page
+    ln, gpt = (round(at(model, 1e-4, SMALLER[model])) for model in ("resnet-ln", "gpt"))
+    assert f"part in the first epochs: {ln} and {gpt} without them" in page
+    warm = at("resnet-ln", 1e-4, None, 25_000), at("resnet-ln", 1e-4, SMALLER["resnet-ln"], 25_000)
+    assert f"makes it {warm[0]:.1f} with layer norm ({warm[1]:.0f} without B = 800)" in page
+    assert f"but for batch norm ({at('resnet-bn', 1e-3):.1f})" in page
+    assert all(at(model, 1e-3) <= 2.5 for model in ("resnet-ln", "vit", "gpt"))
+
+
+def test_the_claims_of_the_results_page_about_trajectories_hold(lab_results):
+    spread = functools.partial(spread_of, lab_results)
+    good = [(model, 1e-5) for model in ("gpt", "resnet-bn", "resnet-ln", "vit")] + [("resnet-bn", 1e-4), ("vit", 1e-4)]
+    for name, low, high in (("invariant", 0.00005, 0.0035), ("standard", 0.005, 0.095)):
+        assert all(low <= spread(model, name, lr0) <= high for model, lr0 in good)
+    gaps = functools.partial(gap, lab_results, "resnet-ln")
+    assert [round(gaps("invariant", 800, epoch)) for epoch in (1, 10)] == [8, 3]
+    assert [round(gaps("standard", 800, epoch)) for epoch in (1, 10)] == [14, 32]
+    assert round(gaps("invariant", 400, 1)) == 3
+    assert round(100 * spread("resnet-ln", "invariant", 1e-4, SMALLER["resnet-ln"])) == 1
+    assert round(ratio_of(lab_results, "resnet-ln", 3e-5)) == 16
+    # A warm-up takes so much of the spread.
+    for model, samples, low, high in (
+        ("resnet-ln", 25_000, 0.5, 0.75),
+        ("gpt", 4_000, 0.5, 0.77),
+        ("resnet-bn", 25_000, 0.17, 0.29),
+        ("vit", 25_000, 0.0, 0.1),
+    ):
+        for lr0 in (1e-5, 1e-4):
+            warm = side(lab_results, model, "invariant", lr0, warmup=samples)
+            cold = side(lab_results, model, "invariant", lr0)
+            before, after = (one.value for one in compare([cold, warm]))
+            assert low <= 1 - after / before <= high, (model, lr0)
+
+
+def test_the_claims_of_the_results_page_about_rivals_and_norms_hold(lab_results):
+    spread = functools.partial(spread_of, lab_results)
+    assert spread("resnet-bn", "linear", 1e-4) == pytest.approx(0.47, abs=0.05)  # "half of the loss"
+    assert spread("resnet-bn", "linear", 1e-4) / spread("resnet-bn", "standard", 1e-4, warmup=0) == pytest.approx(
+        9, abs=1.2
+    )
+    sizes = (8, 32, 256)
+    assert spread("gpt", "linear", 1e-4) == pytest.approx(spread("gpt", "invariant", 1e-4, sizes), rel=0.1)
+    between = [spread("resnet-ln", name, 1e-4, (25, 400, 800)) for name in ("invariant", "linear", "standard")]
+    assert between == sorted(between)
+    gaps = functools.partial(gap, lab_results, "resnet-bn")
+    assert round(gaps("accumulate", 800, 10)) == 7
+    assert [round(gaps("standard", size, 10)) for size in (400, 800)] == [-7, -4]
+    seed = [[r for r in side(lab_results, "resnet-bn", a, 1e-4) if r.seed == 0] for a in ("standard", "accumulate")]
+    assert [round(one.value, 2) for one in compare(seed)] == [0.05, 0.05]
+    for name, times in (("invariant", 37), ("standard", 5)):
+        bn = measure([r for r in side(lab_results, "resnet-bn", name, 1e-4) if r.seed == 0]).value
+        assert round(spread("resnet-ln", name, 1e-4) / bn) == times
+
+
+def test_the_claims_of_the_results_page_about_ramps_hold(lab_results):
+    def above(model, size):
+        """How many percent the ramp is above a constant batch size, in the epochs after the change."""
+        ((ramp,),) = (runs for (_, lr0, _), runs in lab_results.ramps(model).items() if lr0 == 1e-4)
+        (base,) = (r for r in side(lab_results, model, "invariant", 1e-4, (size,)) if r.seed == ramp.seed)
+        return [100 * (ramp.losses[epoch] / base.losses[epoch] - 1) for epoch in range(6, 11)]
+
+    assert [round(above("resnet-bn", size)[-1], 1) for size in (25, 800)] == [0.2, 0.3]
+    assert max(map(abs, above("resnet-ln", 800))) < 1.25
+
+
+def test_the_claims_of_the_results_page_about_the_best_learning_rates_hold(lab_results):
+    def behind(model, size, micro, metric):
+        rows = {r.series.micro_batch_size: r.value for r in best(lab_results, model, metric) if
+                r.batch_size == size and r.series.algorithm in ("invariant", "standard")}  # fmt: skip
+        return rows[0] - rows[micro]
+
+    points = functools.partial(behind, metric="test_accuracy")
+    for model, size, gains in (("vit", 400, [1.7, 0.3]), ("resnet-ln", 800, [3.0, 2.5])):  # of a larger M
+        last = [points(model, size, micro) for micro in (25, 100, 400)]
+        assert [round(100 * (a - b), 1) for a, b in itertools.pairwise(last)] == gains
+    assert [round(100 * points("vit", size, 25), 1) for size in (100, 400)] == [1.7, 2.0]
+    assert abs(points("vit", 400, 100)) < 0.005
+    assert abs(behind("vit", 100, 25, "train_loss")) < 0.005
+    assert round(100 * points("resnet-ln", 100, 25), 1) == -1.4
+    assert [round(100 * points("resnet-ln", size, 25)) for size in (400, 800)] == [3, 3]
+    assert abs(behind("resnet-ln", 100, 25, "train_loss")) < 0.01
+    assert abs(points("gpt", 32, 8)) < 0.005
+    assert all(points("gpt", size, 8) > 0.005 for size in (128, 256))
+    assert all(behind("resnet-bn", size, 25, "train_loss") < 0 for size in (25, 100, 400, 800))
+    assert all(points("resnet-bn", size, 25) < 0 for size in (400, 800))
 
 
 def test_the_claims_of_the_distributed_page_hold_in_the_results():
