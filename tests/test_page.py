@@ -5,9 +5,9 @@ import re
 
 import pytest
 from browser import BROWSER, DRIVER, start
-from lab_results import rows, same, write
+from lab_results import FULL, PAIR, rows, same, write
 
-from invariant_adam.lab import page
+from invariant_adam.lab import figures, page
 from invariant_adam.lab.results import load
 
 FOUND = bool(BROWSER and DRIVER)
@@ -76,7 +76,7 @@ def test_the_page_asks_for_nothing_and_holds_proper_json(path):
     outside = re.sub(r"http://www\.w3\.org/2000/svg", "", text)  # the name of a namespace, not an address
     assert not re.search(r"https?:|@import|<link|<img|<iframe|\bfetch\(|XMLHttpRequest|\bimport\(", outside)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
-    assert data["models"] == ["ResNet-18, layer norm", EVIL]
+    assert [model["name"] for model in data["models"]] == ["ResNet-18, layer norm", EVIL]
     assert len(data["runs"]) == 2 * (2 * 3 * 2) + 2 * 2 + 2 * 2
     assert {run["diverged"] for run in data["runs"]} == {None, 3}
 
@@ -164,6 +164,42 @@ class TestInABrowser:
         assert "diverged: B = 400, seed 1, in epoch 3" in shown
         browser.click("#spreads button", "1e-3")
         assert {curve.split()[0] for _, found in drawn(browser) for curve in found} == {"0.001"}
+
+    def test_it_opens_on_what_the_paper_compares(self, browser, tmp_path):
+        pair = ["Invariant Adam, η ∝ B, linear, M = 25", "Standard Adam, η ∝ √B"]
+        small = {"sizes": (25, 100), "epochs": 2}
+        found = rows("gpt", rates=(3e-4,), **small) + rows("resnet-bn", FULL, rates=(1e-4, 1e-3), **small)
+        found += rows("resnet-bn", PAIR[:1], rates=(1e-3,), micro=5, **small) + rows(warmups=(50,), **small)
+        results = load(write(tmp_path, found))
+        browser.open(page.write(results, tmp_path / "report.html"))
+        assert browser.js("return document.getElementById('model').selectedOptions[0].text") == "ResNet-18, batch norm"
+        assert [name for name, _ in drawn(browser)] == pair
+        offered = browser.js("return [...document.querySelectorAll('#series label')].map((l) => l.textContent)")
+        assert offered[:2] == pair
+        assert len(offered) == len(results.series("resnet-bn"))
+        browser.click("#series label", "AdamA")
+        choose(browser, "model", "0")
+        assert [name for name, _ in drawn(browser)] == ["Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B"]
+        choose(browser, "model", "1")
+        assert [name for name, _ in drawn(browser)] == [*pair, "AdamA, η ∝ B"]
+        assert browser.js("return [...document.querySelectorAll('#spreads details')].map((d) => d.open)") == [
+            False,
+            True,
+        ]
+        assert dict(browser.js("return data.colours")) == figures.rate_colours(results)
+
+    @pytest.mark.parametrize("low", [0.0123, 1.55, 0.98, 7.9, 333.0])
+    @pytest.mark.parametrize("factor", [1.01, 1.4, 2.0, 3.9, 15.0, 900.0, 1e6])
+    def test_an_axis_has_three_ticks_at_least_and_not_too_many(self, browser, low, factor):
+        for ticks in browser.js(
+            "return [logTicks, linearTicks].map((f) => f(arguments[0], arguments[1]))", low, low * factor
+        ):
+            assert 3 <= len(ticks) <= 12
+            assert all(low <= tick <= low * factor for tick in ticks)
+
+    def test_no_table_is_cut_off(self, browser):
+        wide = "return [...document.querySelectorAll('.table')].filter((t) => t.scrollWidth > t.clientWidth).length"
+        assert browser.js(wide) == 0
 
     def test_light_and_dark(self, browser):
         paper = "return getComputedStyle(document.body).backgroundColor"

@@ -22,15 +22,19 @@ function svg(name, attributes = {}, text = "") {
 
 // ------------------------------------------------------------------ what is chosen
 
-const state = { model: 0, metric: "train_loss", axis: "epoch", show: "value", scale: "auto", seeds: "mean" };
-const off = { rate: new Set(), size: new Set(), series: new Set() }; // what was unticked, by name
+const state = { model: data.first, metric: "train_loss", axis: "epoch", show: "value", scale: "auto", seeds: "mean" };
+// What is unticked, by name; of the optimizers, which each model numbers for itself, at first all but the paper's.
+const unticked = data.models.map(({ series, ticked }) => new Set([...series.keys()].filter((i) => i >= ticked).map(String)));
+const off = { rate: new Set(), size: new Set(), get series() { return unticked[state.model]; } };
 
 const ofModel = () => data.runs.filter((run) => run.model === state.model);
 const sizeOf = (run) => (run.ramp ? `ramp ${run.ramp}` : String(run.size));
 const unique = (values) => [...new Set(values)];
 const rates = () => unique(ofModel().map((run) => run.rate)).sort((a, b) => a - b);
 const rateText = (rate) => (rate < 0.01 ? rate.toExponential() : String(rate));
-const colour = (rate) => `var(--c${rates().indexOf(rate) % 7})`;
+const labels = () => data.models[state.model].series;
+const colours = new Map(data.colours);
+const colour = (rate) => `color-mix(in srgb, ${colours.get(rate)}, white var(--lighter))`; // lighter on a dark page
 
 function sizes() {
   const order = (run) => (run.ramp ? Infinity : run.size);
@@ -102,24 +106,24 @@ function format(value) {
 }
 
 function linearTicks(low, high, count = 5) {
-  const rough = (high - low) / count || 1;
+  const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
   const ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(Number((i * step).toPrecision(12)));
-  return ticks;
+  return ticks.length < 3 ? linearTicks(low, high, 2 * count) : ticks;
 }
 
 function logTicks(low, high) {
-  const dense = high / low < 4 ? [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9] : high / low < 200 ? [1, 2, 5] : [1];
-  const ticks = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
-    for (const m of dense) {
-      const tick = Number((m * 10 ** power).toPrecision(6));
-      if (tick >= low && tick <= high) ticks.push(tick);
+  // The coarsest that give four ticks; less than a factor of four is divided evenly, as a linear axis is.
+  for (const parts of [[1], [1, 2, 5], [1, 1.5, 2, 3, 5, 7]]) {
+    const ticks = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+      ticks.push(...parts.map((m) => Number((m * 10 ** power).toPrecision(6))).filter((tick) => tick >= low && tick <= high));
     }
+    if (ticks.length > 3) return ticks;
   }
-  return ticks;
+  return linearTicks(low, high);
 }
 
 function scale(values, log, from, to) {
@@ -136,8 +140,7 @@ function scale(values, log, from, to) {
 let panels = []; // { series, curves, x, y, node, marker }
 
 function draw() {
-  const shown = unique(ofModel().map((run) => run.series)).sort((a, b) => a - b);
-  const visible = shown.filter((series) => !off.series.has(String(series)));
+  const visible = [...labels().keys()].filter((series) => !off.series.has(String(series)));
   const all = visible.map((series) => ({ series, curves: curves(series) }));
   const points = all.flatMap((panel) => panel.curves.flatMap((curve) => curve.points)).filter((p) => p.x !== null && p.y !== null);
   const wanted = state.scale === "auto" ? state.metric.endsWith("loss") : state.scale === "log";
@@ -156,7 +159,7 @@ function draw() {
 }
 
 function drawPanel(panel, x, y) {
-  const title = data.series[panel.series];
+  const title = labels()[panel.series];
   const what = state.show === "value" ? data.metrics[state.metric] : `${data.metrics[state.metric]}, % from the smallest B`;
   const node = svg("svg", {
     viewBox: `0 0 ${BOX.width} ${BOX.height}`, role: "application", tabindex: 0,
@@ -262,7 +265,7 @@ function read(next, left, top) {
   const { width, height } = tip.getBoundingClientRect();
   tip.style.left = `${left + 18 + width > innerWidth ? Math.max(4, left - 18 - width) : left + 18}px`;
   tip.style.top = `${Math.min(Math.max(4, top - height / 2), innerHeight - height - 4)}px`;
-  $("spoken").textContent = `${data.series[panel.series]}, ${head}, ${curve.label}: ${format(point.y)}`;
+  $("spoken").textContent = `${labels()[panel.series]}, ${head}, ${curve.label}: ${format(point.y)}`;
 }
 
 function hide() {
@@ -303,13 +306,12 @@ function ticks(fieldset, entries, kind, swatch) {
 }
 
 function boxes() {
-  const series = unique(ofModel().map((run) => run.series)).sort((a, b) => a - b);
   ticks($("rates"), rates().map((rate) => [rate, rateText(rate)]), "rate", (rate) => ({ background: colour(rate), height: "4px" }));
   ticks($("sizes"), sizes().map((size) => [size, size]), "size", (size) => {
     const look = weight(size);
     return { borderTop: `${look.width}px ${look.dash === "none" ? "solid" : "dashed"} currentColor`, opacity: look.opacity };
   });
-  ticks($("series"), series.map((i) => [i, data.series[i]]), "series");
+  ticks($("series"), labels().map((label, i) => [i, label]), "series");
 }
 
 for (const button of document.querySelectorAll("button[data-rate]")) {
@@ -331,7 +333,7 @@ $("theme").onclick = () => {
 };
 
 const has = (name) => data.runs.some((run) => run[name].some((value) => value !== null));
-options($("model"), data.models.map((name, i) => [i, name]), "model");
+options($("model"), data.models.map(({ name }, i) => [i, name]), "model");
 options($("metric"), Object.entries(data.metrics).filter(([name]) => has(name)), "metric");
 options($("axis"), Object.entries(AXES).filter(([name]) => name === "updates" || has(name)), "axis");
 options($("show"), [["value", "the value"], ["difference", "difference from the smallest B"]], "show");

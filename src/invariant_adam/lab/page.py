@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from . import record
-from .results import METRICS, MODELS, PER_EPOCH, Results, ranges, rate, remarks, spreads
+from .figures import paper_pair, rate_colours
+from .results import METRICS, MODELS, PER_EPOCH, Results, Series, ranges, rate, remarks, spreads
 
 HERE = Path(__file__).parent
 
@@ -62,14 +63,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, classes: Mappin
 
 def report(results: Results) -> str:
     """Return the report of a grid as HTML."""
-    listed = [f"<h3>{html.escape(name)}</h3>\n{definitions(grid)}" for name, grid in results.grids.items() if grid]
+    listed = [_folded(name, definitions(grid)) for name, grid in results.grids.items() if grid]
     said = [f"<li>{html.escape(remark)}</li>" for remark in remarks(results)]
     body = BODY.format(
         models=html.escape("; ".join(MODELS.get(model, model) for model in results.models)),
         runs=f"{len(results.runs):,}",
         table=_spreads(results),
         ranges=_ranges(results),
-        remarks="<ul>\n" + "\n".join(said) + "\n</ul>" if said else "<p>None.</p>",
+        remarks=_folded(f"{len(said)} remarks", "<ul>\n" + "\n".join(said) + "\n</ul>") if said else "<p>None.</p>",
         grids="\n".join(listed) or "<p>The results came without a grid.json.</p>",
         data=_embed(_data(results)),
     )
@@ -77,33 +78,33 @@ def report(results: Results) -> str:
 
 
 def _spreads(results: Results) -> str:
-    labels = _labels(results)
+    return "\n".join(
+        _folded(MODELS.get(model, model), _spreads_of(results, model), shown=model == _first(results))
+        for model in results.models
+    )
+
+
+def _spreads_of(results: Results, model: str) -> str:
+    order = _order(results, model)
     rows = []
-    for row in spreads(results):
-        label, s = results.label(row.model, row.series), row.spread
+    for row in sorted((r for r in spreads(results) if r.model == model), key=lambda row: order.index(row.series)):
+        s = row.spread
         notes = [*s.notes]
         if math.isfinite(s.finite):
             notes.append(f"without the diverged: {s.finite:.3g}")
         if row.ratio_over:
             notes.append(f"ratio over {row.ratio_over}")
         button = (
-            f'<button type="button" data-model="{results.models.index(row.model)}" '
-            f'data-series="{labels.index(label)}" data-rate="{row.lr0!r}" '
+            f'<button type="button" data-model="{results.models.index(model)}" '
+            f'data-series="{order.index(row.series)}" data-rate="{row.lr0!r}" '
             f'title="Show this learning rate alone">{rate(row.lr0)}</button>'
         )
         sizes = ", ".join(map(str, s.batch_sizes))
         numbers = (_say(s.value), _say(row.ratio), sizes, str(s.epochs), str(len(s.per_seed)))
-        rows.append(
-            (
-                html.escape(MODELS.get(row.model, row.model)),
-                html.escape(label),
-                button,
-                *numbers,
-                html.escape("; ".join(notes)),
-            )
-        )
-    head = ("model", "optimizer", "η₀", "spread", "ratio", "batch sizes", "epochs", "seeds", "remarks")
-    return table(head, rows, classes={0: "text", 1: "text", 8: "notes"}, name="spreads")
+        label = html.escape(results.label(model, row.series))
+        rows.append((label, button, *numbers, html.escape("; ".join(notes))))
+    head = ("optimizer", "η₀", "spread", "ratio", "batch sizes", "epochs", "seeds", "remarks")
+    return table(head, rows, classes={0: "text", 7: "notes"}, name=f"spreads-{results.models.index(model)}")
 
 
 def _ranges(results: Results) -> str:
@@ -116,20 +117,31 @@ def _ranges(results: Results) -> str:
         for row in ranges(spreads(results))
     ]
     head = ("model", "optimizer", "η₀ up to which it holds", "η₀ at which it breaks")
-    return table(head, rows, classes={0: "text", 1: "text"}, name="critical")
+    return _folded(f"{len(rows)} optimizers", table(head, rows, classes={0: "text", 1: "text"}, name="critical"))
+
+
+def _folded(name: str, inside: str, *, shown: bool = False) -> str:
+    """Return HTML behind its name, for the reader to open: a report of hundreds of runs is long."""
+    return f"<details{' open' * shown}>\n<summary>{html.escape(name)}</summary>\n{inside}\n</details>"
 
 
 def _say(value: float) -> str:
     return "–" if math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
 
 
-def _labels(results: Results) -> list[str]:
-    return list(dict.fromkeys(results.label(m, s) for m in results.models for s in results.series(m)))
+def _first(results: Results) -> str:
+    """The model that the report opens on."""
+    return "resnet-bn" if "resnet-bn" in results.models else results.models[0]
+
+
+def _order(results: Results, model: str) -> list[Series]:
+    """The panels of a model: what the paper compares, then the rest."""
+    return list(dict.fromkeys([*paper_pair(results, model), *results.series(model)]))
 
 
 def _data(results: Results) -> dict[str, Any]:
     """What the script draws from: each run's columns, null for what is no number."""
-    labels = _labels(results)
+    orders = {model: _order(results, model) for model in results.models}
 
     def number(value: float) -> float | None:
         # Seven digits: the spreads of interest are differences of 1e-4 of the loss.
@@ -137,12 +149,20 @@ def _data(results: Results) -> dict[str, Any]:
 
     return {
         "metrics": METRICS,
-        "models": [MODELS.get(model, model) for model in results.models],
-        "series": labels,
+        "colours": list(rate_colours(results).items()),
+        "first": results.models.index(_first(results)),
+        "models": [
+            {
+                "name": MODELS.get(model, model),
+                "series": [results.label(model, series) for series in order],
+                "ticked": len(paper_pair(results, model)) or len(order),  # so many of them, from the first
+            }
+            for model, order in orders.items()
+        ],
         "runs": [
             {
                 "model": results.models.index(run.model),
-                "series": labels.index(results.label(run.model, run.series)),
+                "series": orders[run.model].index(run.series),
                 "rate": run.lr0,
                 "size": run.batch_size,
                 "seed": run.seed,
@@ -164,8 +184,9 @@ def _embed(data: Any) -> str:
 BODY = """<main class="wide">
 <div class="top"><h1>Same samples, same trajectory?</h1><button type="button" id="theme">light or dark</button></div>
 <p>{runs} runs of {models}. Each panel is an optimizer; colour is the learning rate η₀, and batch sizes go from pale and
-wide (small) to dark and narrow (large). All runs of a seed see the same samples in the same order. Point at a curve, or
-move through it with the arrow keys, to read every batch size at that epoch.</p>
+wide (small) to dark and narrow (large). What the paper compares is ticked; tick more. All runs of a seed see the same
+samples in the same order. Point at a curve, or move through it with the arrow keys, to read every batch size at that
+epoch.</p>
 <noscript><p>The curves need JavaScript; the tables below do not.</p></noscript>
 <form class="controls" onsubmit="return false" aria-label="What is drawn">
 <label>model <select id="model"></select></label>
@@ -185,7 +206,9 @@ move through it with the arrow keys, to read every batch size at that epoch.</p>
 <p>The mean over epochs of the largest minus the smallest log training loss over the batch sizes, within a seed, then
 averaged over seeds: 0.01 is 1 % of the loss. <em>Ratio</em> is the spread of standard Adam with η ∝ √B over the row's,
 over the same batch sizes, seeds and epochs. A run that diverged where another did not makes the spread infinite.</p>
+<div id="spreads">
 {table}
+</div>
 <h2>Where it breaks</h2>
 <p>Of the learning rates tried: the largest up to which no spread exceeds 0.01 (of those tried at the optimizer's
 largest batch size, which breaks first), and the smallest at which one does.</p>
