@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from invariant_adam.lab import grid
+from invariant_adam.lab import cost
 
 ROOT = Path(__file__).parents[1]
 DEMOS = {
@@ -467,8 +467,8 @@ if __name__ == "__main__":
     if lab_pages():  # what the lab's dry runs estimate by
         alone = [row for row in load("lab_seconds_h200")["rows"] if row["way"] == "lab"]
         with tempfile.TemporaryDirectory() as folder:
-            new = grid.ship(ROOT / LAB, "cuda", Path(folder) / "seconds.json", alone).read_text(encoding="utf-8")
+            new = cost.ship(ROOT / LAB, "cuda", Path(folder) / "seconds.json", alone).read_text(encoding="utf-8")
         if "--check" not in sys.argv[1:]:
-            grid.SECONDS.write_text(new, encoding="utf-8")
-        elif not grid.SECONDS.exists() or grid.SECONDS.read_text(encoding="utf-8") != new:
-            sys.exit(f"{grid.SECONDS.name} differs from the results: run python {sys.argv[0]}")
+            cost.SECONDS.write_text(new, encoding="utf-8")
+        elif not cost.SECONDS.exists() or cost.SECONDS.read_text(encoding="utf-8") != new:
+            sys.exit(f"{cost.SECONDS.name} differs from the results: run python {sys.argv[0]}")

@@ -27,3 +27,11 @@ def _one_thread():
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """How a small grid of the lab is run, into a folder of its own."""
+    from invariant_adam.lab.store import Setup
+
+    return Setup(tmp_path, "vit-curves-smoke-e1-n40", "cpu", "made-up", small=True)

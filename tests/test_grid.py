@@ -1,3 +1,5 @@
+"""Which runs a grid has, how they are made and kept, and the command that does it."""
+
 import csv
 import inspect
 import json
@@ -13,34 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from lab_runs import TINY, Told, invoke
 
 import invariant_adam
-from invariant_adam.cli import app, experiments
-from invariant_adam.lab import data, grid
-from invariant_adam.lab.grid import Choice, Setup
-from invariant_adam.lab.results import rate
+from invariant_adam.cli import experiments
+from invariant_adam.lab import cost, data, grid, store, workers
+from invariant_adam.lab.grid import Choice
+from invariant_adam.lab.results import COLUMNS
 from invariant_adam.lab.runs import TASKS, Run
-
-TINY = Choice(epochs=1, lrs=(1e-3,), batch_sizes=(5, 20), samples=40)
-
-
-@pytest.fixture
-def setup(tmp_path) -> Setup:
-    return Setup(tmp_path, "vit-curves-smoke-e1-n40", "cpu", "made-up", small=True)
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
     with (folder / "results.csv").open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-class Told(list):
-    def __call__(self, kind, run, what) -> None:
-        self.append((kind, run, what))
-
-    def of(self, kind: str) -> list:
-        return [run for k, run, _ in self if k == kind]
 
 
 # ---------------------------------------------------------------- what is run
@@ -133,20 +120,20 @@ def test_a_stopped_grid_goes_on(setup):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        grid.make(found.runs, setup, stop)
+        workers.make(found.runs, setup, stop)
     kept = {path.name: path.read_bytes() for path in setup.folder.glob("*.json")}
     assert len(kept) == 2
     again = Told()
-    grid.make(found.runs, setup, again)
+    workers.make(found.runs, setup, again)
     assert len(again.of("done")) == 2
     assert {path.name for path in setup.folder.glob("*.json")} > set(kept)
     assert all((setup.folder / name).read_bytes() == content for name, content in kept.items())
     assert not list(setup.folder.glob(".*"))
-    result = grid.gather(found, setup, "a command")
+    result = store.gather(found, setup, "a command")
     assert result["finished"] == result["runs"] == 4
     assert result["missing"] == []
     rows = rows_of(setup.folder)
-    assert list(rows[0]) == list(grid.COLUMNS)
+    assert list(rows[0]) == list(COLUMNS)
     assert len(rows) == 4
     assert {row["samples"] for row in rows} == {"40"}
     assert all(float(row["train_loss"]) > 0 for row in rows)
@@ -161,13 +148,13 @@ def test_a_grid_made_in_parts_is_gathered_whole(setup):
     (setup.folder / "broken-lr.json").parent.mkdir(parents=True)
     (setup.folder / "broken-lr.json").write_text("{}")
     (setup.folder / "of-another-version-lr.json").write_text('{"run": {"model": "vit", "colour": 1}, "rows": [{}]}')
-    grid.make(small, setup, Told())
-    first = grid.gather(found._replace(runs=small), setup, "first")
+    workers.make(small, setup, Told())
+    first = store.gather(found._replace(runs=small), setup, "first")
     assert (first["finished"], first["runs"]) == (len(small), len(small))
-    part = grid.gather(found, setup, "all of it")
+    part = store.gather(found, setup, "all of it")
     assert part["missing"] == [run.name for run in found.runs if run in large]
-    grid.make(large, setup, Told())
-    whole = grid.gather(found._replace(runs=large), setup, "second")
+    workers.make(large, setup, Told())
+    whole = store.gather(found._replace(runs=large), setup, "second")
     assert (whole["finished"], whole["runs"], whole["missing"]) == (4, 4, [])
     assert whole["commands"] == ["first", "all of it", "second"]
     assert len(rows_of(setup.folder)) == 4
@@ -175,93 +162,93 @@ def test_a_grid_made_in_parts_is_gathered_whole(setup):
 
 def test_a_run_of_another_largest_batch_is_another_run(setup):
     small, large = (grid.plan("vit", "smoke", choice=TINY._replace(max_batch_size=size)) for size in (20, 40))
-    grid.make(small.runs[:1], setup, Told())
+    workers.make(small.runs[:1], setup, Told())
     assert small.runs[0].name in {run.name for run in large.runs}
-    assert grid.gather(large, setup, "with 40")["missing"] == [run.name for run in large.runs]
+    assert store.gather(large, setup, "with 40")["missing"] == [run.name for run in large.runs]
 
 
 def test_half_a_file_is_not_a_run(setup):
     run = grid.plan("vit", "smoke", choice=TINY).runs[0]
-    path = setup.folder / f"{grid.run_id(run, setup)}.json"
+    path = setup.folder / f"{store.run_id(run, setup)}.json"
     path.parent.mkdir(parents=True)
     path.write_text('{"rows": [')
-    assert grid.finished(run, setup) is None
+    assert store.finished(run, setup) is None
     path.write_text('{"rows": []}')
-    assert grid.finished(run, setup) is None
+    assert store.finished(run, setup) is None
 
 
 def test_a_run_of_another_grid_is_taken_over(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
-    grid.make(found.runs[:1], setup, Told())
+    workers.make(found.runs[:1], setup, Told())
     other = setup._replace(grid="vit-rivals-smoke-e1-n40")
-    assert grid.finished(found.runs[0], other, take=False) is not None
+    assert store.finished(found.runs[0], other, take=False) is not None
     assert not other.folder.exists()
-    assert grid.finished(found.runs[0], other) is not None
+    assert store.finished(found.runs[0], other) is not None
     assert len(list(other.folder.glob("*.json"))) == 1
-    assert grid.finished(found.runs[0], setup._replace(digest="other data")) is None
-    assert grid.finished(found.runs[0]._replace(epochs=2), setup) is None
-    assert grid.finished(found.runs[0], setup._replace(precision="bfloat16")) is None
+    assert store.finished(found.runs[0], setup._replace(digest="other data")) is None
+    assert store.finished(found.runs[0]._replace(epochs=2), setup) is None
+    assert store.finished(found.runs[0], setup._replace(precision="bfloat16")) is None
 
 
 def test_processes_make_what_one_makes(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     told = Told()
-    grid.make(found.runs, setup._replace(workers=2), told)
+    workers.make(found.runs, setup._replace(workers=2), told)
     assert len(told.of("done")) == 4
-    grid.gather(found, setup, "")
+    store.gather(found, setup, "")
     several = {(row["algorithm"], row["batch_size"]): float(row["train_loss"]) for row in rows_of(setup.folder)}
     alone = setup._replace(out=setup.out / "alone", lanes=2)
-    grid.make(found.runs, alone, Told())
-    grid.gather(found, alone, "")
+    workers.make(found.runs, alone, Told())
+    store.gather(found, alone, "")
     one = {(row["algorithm"], row["batch_size"]): float(row["train_loss"]) for row in rows_of(alone.folder)}
     assert one == pytest.approx(several, rel=1e-6)
 
 
 def test_data_that_are_too_few_are_refused_before_a_run_begins(setup):
-    found = grid.prepare(grid.plan("vit", "smoke"), setup)
+    found = workers.prepare(grid.plan("vit", "smoke"), setup)
     assert isinstance(found, data.Images)
     with pytest.raises(ValueError, match="samples must be at most the 120 of the training set, got 121"):
-        grid.prepare(grid.plan("vit", "smoke", choice=Choice(samples=121)), setup)
+        workers.prepare(grid.plan("vit", "smoke", choice=Choice(samples=121)), setup)
     with pytest.raises(ValueError, match="max_batch_size must be at most the 120 training samples, got 200"):
-        grid.prepare(grid.plan("vit", "smoke", choice=Choice(max_batch_size=200)), setup)
+        workers.prepare(grid.plan("vit", "smoke", choice=Choice(max_batch_size=200)), setup)
 
 
 def test_a_text_of_ones_own_is_trained_on(setup, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("not by Shakespeare\n" * 500)
-    found = grid.prepare(
+    found = workers.prepare(
         grid.plan("gpt", "short", choice=Choice(max_batch_size=8, batch_sizes=(8,))),
         setup._replace(small=False, path=path),
     )
-    assert found.digest() == grid.digest("gpt", False, path) == data.text(path).digest()
+    assert found.digest() == store.digest("gpt", False, path) == data.text(path).digest()
 
 
 def test_a_budget_that_is_spent_begins_nothing(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     told = Told()
-    grid.make(found.runs, setup._replace(deadline=time.time() - 1), told)
+    workers.make(found.runs, setup._replace(deadline=time.time() - 1), told)
     assert len(told.of("skipped")) == 4
     assert told.of("done") == []
-    assert grid.gather(found, setup, "")["finished"] == 0
+    assert store.gather(found, setup, "")["finished"] == 0
     assert rows_of(setup.folder) == []
 
 
 def test_a_run_is_given_the_time_of_the_slowest_of_the_last(setup, monkeypatch, tmp_path):
     """By the least costs the second fits into the budget; the first took far more than that, so would the second."""
-    monkeypatch.setattr(grid, "SECONDS", tmp_path / "seconds.json")
+    monkeypatch.setattr(cost, "SECONDS", tmp_path / "seconds.json")
     first, *_ = grid.plan("vit", "smoke", choice=TINY).runs
     second = first._replace(algorithm="standard", rule="square_root")
     names = ("model", "algorithm", "batch_size", "seconds")
     costs = [("vit", "invariant", first.batch_size, 1e-9), ("vit", "standard", first.batch_size, 1.0)]
-    grid.SECONDS.write_text(
+    cost.SECONDS.write_text(
         json.dumps({"device": "one", "rows": [dict(zip(names, row, strict=True)) for row in costs]})
     )
     bounded = setup._replace(deadline=time.time() + 1_000)
     told = Told()
-    grid.make([second], bounded._replace(out=tmp_path / "alone"), told)
+    workers.make([second], bounded._replace(out=tmp_path / "alone"), told)
     assert told.of("done") == [second]
     told = Told()
-    grid.make([first, second], bounded, told)
+    workers.make([first, second], bounded, told)
     assert (told.of("done"), told.of("skipped")) == ([first], [second])
     assert "times its estimate" in told[-1][2]
 
@@ -270,31 +257,16 @@ def test_the_last_run_of_a_grid_has_the_device_to_itself(setup):
     """Its seconds are not divided among lanes that were empty."""
     runs = grid.plan("vit", "smoke", choice=TINY._replace(epochs=3)).runs[:3]
     wide = setup._replace(lanes=2)
-    grid.make(runs, wide, Told())
-    found = [grid.finished(run, wide) for run in runs]
+    workers.make(runs, wide, Told())
+    found = [store.finished(run, wide) for run in runs]
     assert sorted(each["at_once"] for each in found if each is not None) == [1, 2, 2]
-
-
-def test_the_pace_forgets():
-    pace = grid.Pace(2)
-    assert pace.needs(4.0) == 4.0
-    pace.took(1.0, 0.0)
-    assert pace.needs(4.0) == 4.0
-    pace.took(6.0, 2.0)
-    pace.took(1.0, 2.0)
-    assert pace.needs(4.0) == 12.0
-    pace.took(3.0, 2.0)
-    assert pace.needs(4.0) == 6.0
-    pace.took(1.0, 2.0)
-    pace.took(1.0, 2.0)
-    assert pace.needs(4.0) == 4.0
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     bad = found.runs[0]._replace(samples=3)
     told = Told()
-    grid.make([bad, *found.runs[1:2]], setup, told)
+    workers.make([bad, *found.runs[1:2]], setup, told)
     assert told.of("error") == [bad]
     assert len(told.of("done")) == 1
 
@@ -303,21 +275,21 @@ def test_a_run_that_diverged_is_kept_and_says_nan(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     row = dict.fromkeys(("train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"), 1.0)
     for run in found.runs:
-        grid._store(run, [{**row, "epoch": 1, "samples": 40, "train_loss": math.nan}], setup)
+        store.save(run, [{**row, "epoch": 1, "samples": 40, "train_loss": math.nan}], setup)
     content = next(setup.folder.glob("*.json")).read_text()
     assert json.loads(content, parse_constant=pytest.fail)["rows"][0]["train_loss"] is None
-    grid.gather(found, setup, "")
+    store.gather(found, setup, "")
     assert {row["train_loss"] for row in rows_of(setup.folder)} == {"nan"}
 
 
 def test_tensorboard_logs_are_written(setup):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = grid.plan("vit", "smoke", choice=TINY).runs[0]
-    folder = setup.folder / "tensorboard" / grid.run_id(run, setup)
+    folder = setup.folder / "tensorboard" / store.run_id(run, setup)
     for _ in range(2):  # the first time it is stopped before its file is written: its logs are not added to
-        grid.make([run], setup._replace(tensorboard=True), Told())
-        stored = grid.finished(run, setup)
-        (setup.folder / f"{grid.run_id(run, setup)}.json").unlink()
+        workers.make([run], setup._replace(tensorboard=True), Told())
+        stored = store.finished(run, setup)
+        (setup.folder / f"{store.run_id(run, setup)}.json").unlink()
     found = events.EventAccumulator(str(folder))
     found.Reload()
     (scalar,) = found.Scalars("train_loss")
@@ -326,61 +298,7 @@ def test_tensorboard_logs_are_written(setup):
     assert scalar.value == pytest.approx(stored["rows"][0]["train_loss"])
 
 
-# ---------------------------------------------------------------- cost
-
-
-def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
-    setup = Setup(tmp_path, "a-grid", "cpu", "some data", lanes=2)
-    monkeypatch.setattr(grid, "SECONDS", tmp_path / "seconds.json")
-    run = Run("resnet-bn", "standard", "square_root", 100, 25, 800, 1e-4, 0, 2, samples=8_000)
-    row = {"train_loss": 1.0, "lr": 1.0, "epoch": 1, "samples": 8_000, "seconds": 16.0}
-    grid._store(run, [row, {**row, "epoch": 2, "samples": 16_000}], setup)
-    known, source = grid.costs(tmp_path, "cpu")
-    assert known == {("resnet-bn", "standard", 100): 0.001}
-    assert str(tmp_path) in source
-    assert grid.estimate(run, known) == pytest.approx(16.0)
-    assert grid.estimate(run._replace(samples=0, epochs=1), known) == pytest.approx(50.0)
-    assert grid.estimate(run._replace(batch_size=25), known) > 16.0
-    assert grid.estimate(run._replace(model="vit"), known) is None
-    assert grid.costs(tmp_path, "cuda") == ({}, "")
-    grid.ship(tmp_path, "cpu")
-    shipped, source = grid.costs(tmp_path / "nothing", "cuda")
-    assert shipped == known
-    assert source.startswith("runs on ")
-    alone = {"model": "resnet-bn", "algorithm": "standard", "seconds": 5.0}
-    grid.ship(tmp_path, "cpu", alone=[{**alone, "batch_size": size} for size in (100, 800)])
-    shipped, _ = grid.costs(tmp_path / "nothing", "cuda")
-    assert shipped == {("resnet-bn", "standard", size): 1e-4 for size in (100, 800)}
-
-
-def test_an_algorithm_without_a_cost_borrows_one():
-    known = {("vit", "invariant", 25): 3.0, ("vit", "standard", 25): 2.0, ("vit", "standard", 400): 1.0}
-    known |= {("vit", "accumulate", 400): 9.0, ("resnet-bn", "adama", 100): 9.0}
-    run = Run("vit", "adama", "square_root", 50, 25, 400, 1e-4, 0, 1, samples=400)
-    assert grid.lender(run, known) == ("vit", "invariant", 25)  # the nearest batch size, and there the dearest
-    assert grid.lender(run._replace(batch_size=200), known) == ("vit", "standard", 400)
-    assert grid.estimate(run._replace(batch_size=25), known) == pytest.approx(3.0 * 400)
-    alone = {("vit", "accumulate", 400): 9.0}
-    assert grid.lender(run, alone) is None
-    assert grid.lender(run._replace(algorithm="accumulate"), known) == ("vit", "accumulate", 400)
-    assert grid.estimate(run._replace(algorithm="accumulate", model="resnet-bn"), known) is None
-    own = known | {("vit", "adama", 400): 5.0}
-    assert grid.lender(run, own) == ("vit", "adama", 400)
-
-
 # ---------------------------------------------------------------- the command
-
-
-def invoke(*words: str):
-    return CliRunner().invoke(app, ["reproduce", *words], env={"COLUMNS": "80"})
-
-
-def dry(monkeypatch, *words: str) -> str:
-    """What a dry run shows at a terminal of 80 columns."""
-    monkeypatch.setattr(sys, "argv", ["invariant-adam", "reproduce", *words, "--dry-run"])
-    found = invoke(*words, "--dry-run")
-    assert found.exit_code == 0, found.output
-    return found.stdout
 
 
 @pytest.mark.slow
@@ -413,97 +331,6 @@ def test_the_command_makes_a_grid(tmp_path):
     assert again.exit_code == 0
     assert "4 of 4 runs" in again.stdout
     assert "kept from before" in again.stderr
-
-
-def test_the_dry_run_shows_the_grid_its_cost_and_the_commands(tmp_path):
-    words = ["resnet-bn", "--preset", "paper", "--dry-run", "--gpus", "2", "--out", str(tmp_path)]
-    shown = invoke(*words)
-    assert shown.exit_code == 0, shown.output
-    assert "144 runs of 200 epochs, 0 finished" in shown.stdout
-    assert "--shard $i/2" in shown.stdout
-    assert list(tmp_path.iterdir()) == []
-    found = json.loads(invoke(*words, "--json").stdout)
-    assert len(found["runs"]) == 144
-    assert len(found["commands"]) == 3
-    assert found["cost"]["borrowed"] == found["cost"]["unknown"] == []
-    assert "--shard" not in invoke(*words, "--gpus", "1").stdout
-
-
-@pytest.mark.parametrize("model", ["resnet-bn", "gpt"])
-@pytest.mark.parametrize("name", grid.GRIDS)
-@pytest.mark.parametrize("preset", grid.PRESETS)
-@pytest.mark.parametrize("more", [[], ["--warmup", "0,50000", "--seeds", "0,1,2,3"]])
-def test_the_dry_run_breaks_no_number_at_80_columns(model, name, preset, more, monkeypatch):
-    shown = dry(monkeypatch, model, "--preset", preset, "--grid", name, "--out", "o", *more)
-    runs = grid.plan(model, preset, name, Choice(warmup_samples=(0, 50_000) if more else (0,))).runs
-    assert all(len(line) <= 80 for line in shown.splitlines())
-    words = set(shown.split())
-    assert words >= {str(run.batch_size) for run in runs}
-    assert words >= {rate(run.lr0) for run in runs}
-    assert ("warm-up" in words) == ("50,000" in words) == bool(more)
-    assert "…" not in shown
-
-
-def test_the_dry_run_borrows_costs_and_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(grid, "SECONDS", tmp_path / "seconds.json")
-    words = ["vit", "--grid", "rivals", "--out", str(tmp_path)]
-    assert "No cost is known" in dry(monkeypatch, *words)
-    row = {"model": "vit", "algorithm": "invariant", "batch_size": 25, "seconds": 0.01}
-    grid.SECONDS.write_text(json.dumps({"device": "a test", "rows": [row]}))
-    shown = dry(monkeypatch, *words)
-    assert re.search(r"invariant +linear +9 +\d+\.\d\d ", shown)
-    assert len(re.findall(r"(?:adama|halflife|standard) .* 9 +\d+\.\d\d\*", shown)) == 4
-    assert "* borrowed" in shown
-    left = r"What is left takes about [\d.]+ hours on one GPU, [\d.]+ hours on 8, by runs on a test\."
-    assert re.search(left, " ".join(shown.split()))
-    shown = dry(monkeypatch, "vit", "--grid", "norm", "--out", str(tmp_path))
-    assert re.search(r"accumulate .* \?", shown)
-    assert "takes at least" in shown
-    assert "9 runs of accumulate, of which nothing was measured" in shown
-    cost = json.loads(invoke(*words, "--algorithms", "adama,accumulate", "--dry-run", "--json").stdout)["cost"]
-    assert (cost["borrowed"], cost["unknown"]) == (["adama"], ["accumulate"])
-    assert cost["seconds"] > 0
-    assert "No cost is known" in dry(monkeypatch, *words, "--device", "cpu")  # a GPU's says nothing of a CPU
-
-
-def test_the_dry_runs_commands_run(monkeypatch, tmp_path):
-    """A shell that runs what is printed calls the command once for each GPU, and then to gather."""
-    words = ["vit", "--shard", "1/3", "--out", f"{tmp_path}/a folder, and a rather long one", "--gpus=3"]
-    lines = dry(monkeypatch, *words).partition("To run it")[2].splitlines()[1:]
-    script = "\n".join(line for line in lines if line.startswith("  "))
-    fake = tmp_path / "bin" / "invariant-adam"
-    fake.parent.mkdir()
-    fake.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "print(json.dumps([os.environ.get('CUDA_VISIBLE_DEVICES'), sys.argv[1:]]))\n"
-    )
-    fake.chmod(0o755)
-    paths = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"} | {"PATH": paths}
-    last = subprocess.run(
-        ["sh", "-e"], input=script, text=True, check=True, cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-    )
-    kept = ["reproduce", "vit", "--out", words[4]]
-    assert json.loads(last.stdout) == [None, kept]
-    for i in range(1, 4):
-        told = json.loads((tmp_path / f"shard-{i}.log").read_text())
-        assert told == [str(i - 1), [*kept, "--shard", f"{i}/3", "--no-figures"]]
-
-
-def test_a_dry_run_writes_nothing_and_counts_what_is_done(setup, monkeypatch):
-    words = ["vit", "--preset", "smoke", "--device", "cpu", "--out", str(setup.out), "--epochs", "1", "--images", "40"]
-    words += ["--lrs", "1e-3", "--batch-sizes", "5,20"]
-    found = grid.plan("vit", "smoke", choice=TINY)
-    grid.make(found.runs[:1], setup, Told())
-    before = sorted(setup.out.rglob("*"))
-    shown = dry(monkeypatch, *words, "--grid", "rivals")
-    assert "10 runs of 1 epoch, 1 finished" in shown
-    assert re.search(r"invariant +linear +2 +1 ", shown)
-    assert "it takes seconds" in shown
-    assert sorted(setup.out.rglob("*")) == before
-    grid.make(found.runs[1:], setup, Told())
-    shown = dry(monkeypatch, *words)
-    assert f"Nothing is left to do. To draw it: invariant-adam figures {setup.folder}" in shown
 
 
 def test_a_budget_too_small_is_one_line(tmp_path):

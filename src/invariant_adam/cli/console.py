@@ -65,3 +65,17 @@ def time_bar(*counts: ProgressColumn) -> Progress:
         console=stderr,
         transient=True,
     )
+
+
+def say(text: str) -> None:
+    """Tell what is being done."""
+    stderr.print(text, markup=False, soft_wrap=True)
+
+
+def count(number: int, what: str) -> str:
+    """Write a number of things.
+
+    >>> count(1, "run"), count(1_000, "run")
+    ('1 run', '1,000 runs')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import enum
 import importlib.util
 import re
-import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +14,13 @@ import typer
 from rich.markup import escape
 from rich.progress import TextColumn
 
-from .console import fail, fail_to_write, new_table, print_json, stderr, stdout, stop, time_bar, wrote
+from . import dry_run as dry_run_of
+from .console import count, fail, fail_to_write, new_table, print_json, say, stderr, stdout, stop, time_bar, wrote
 from .options import InPrecision, Json, Where, device_of, numbers, precision_of
 
 if TYPE_CHECKING:
-    from ..lab.grid import Grid, Setup
     from ..lab.runs import Run
+    from ..lab.store import Setup
 
 
 class Dataset(str, enum.Enum):
@@ -225,7 +224,9 @@ def reproduce(
     [cyan]invariant-adam reproduce vit --preset paper --dry-run[/cyan]
     """
     from ..lab import grid as lab_grid
+    from ..lab import store
     from ..lab.data import DataError
+    from ..lab.workers import draw, make, prepare
 
     # A dry run is for GPUs that need not be here.
     where = device.value if dry_run and device else device_of(device)
@@ -246,11 +247,11 @@ def reproduce(
         plan = lab_grid.plan(model.value, preset.value, grid.value, choice)
         part, parts = _shard(shard)
         mine = lab_grid.shard(plan.runs, part, parts)
-        setup = lab_grid.Setup(
+        setup = store.Setup(
             out,
             plan.name,
             where,
-            lab_grid.digest(plan.model, plan.small, path),
+            store.digest(plan.model, plan.small, path),
             plan.small,
             path,
             engine.value,
@@ -269,7 +270,7 @@ def reproduce(
     except OSError as error:
         fail_to_write(out, error, "folder")
     if dry_run:
-        _print_grid(plan, setup, gpus, device is not None and where == "cpu", as_json)
+        dry_run_of.show(plan, setup, gpus, device is not None and where == "cpu", as_json)
         return
     if not setup.tensorboard:
         remedy = "pip install 'invariant-adam[tensorboard]'"
@@ -277,22 +278,22 @@ def reproduce(
     command = " ".join(["invariant-adam", *sys.argv[1:]])
     lines = _Lines(mine, setup)
     if not mine:
-        say(f"note: --shard {shard} is empty, as the grid has {_count(len(plan.runs), 'run')}")
+        say(f"note: --shard {shard} is empty, as the grid has {count(len(plan.runs), 'run')}")
     if where == "cpu" and device is None and not plan.small and lines.done < len(mine):
         say("note: there is no GPU here, and on a CPU a grid of this size may take days; --preset smoke takes seconds")
     written: list[Path] = []
     try:
-        found = lab_grid.prepare(plan, setup, say) if lines.done < len(mine) else None
+        found = prepare(plan, setup, say) if lines.done < len(mine) else None
         setup.folder.mkdir(parents=True, exist_ok=True)  # before hours of work that it would be too late for
         with lines.progress:
-            lab_grid.make(mine, setup, lines.tell, found)
+            make(mine, setup, lines.tell, found)
         lines.sum_up()
-        result = lab_grid.gather(plan, setup, command)
+        result = store.gather(plan, setup, command)
         if figures and result["finished"]:
-            written = lab_grid.draw(setup)
+            written = draw(setup)
     except KeyboardInterrupt:
         if setup.folder.exists():
-            lab_grid.gather(plan, setup, command)
+            store.gather(plan, setup, command)
         stop(f". {lines.done} of {len(mine)} runs are kept; the same command goes on with the rest.")
     except ValueError as error:
         fail(_in_options(error))
@@ -318,11 +319,6 @@ def reproduce(
     if written:
         say(f"drew {len(written)} files into {setup.folder / 'figures'}; open report.html there in a browser")
     raise typer.Exit(1 if lines.failed else 0)
-
-
-def say(text: str) -> None:
-    """Tell what is being done."""
-    stderr.print(text, markup=False, soft_wrap=True)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -357,195 +353,17 @@ def _has_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-# ---------------------------------------------------------------- the dry run
-
-
-def _print_grid(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> None:
-    """Show a grid, what is done of it, what the rest costs and how to share it out."""
-    from ..lab import grid as lab_grid
-
-    if plan.small:
-        known, source = {}, ""  # what was measured is of larger models
-    elif on_cpu:
-        known, source = lab_grid.measured(setup.out, "cpu"), f"the runs in {setup.out}"
-    else:
-        known, source = lab_grid.costs(setup.out, "cuda")
-    left = [run for run in plan.runs if lab_grid.finished(run, setup, take=False) is None]
-    done = len(plan.runs) - len(left)
-    seconds = {run: lab_grid.estimate(run, known) for run in plan.runs}
-    borrowed = {run for run in left if (key := lab_grid.lender(run, known)) and key[1] != run.algorithm}
-    unknown = [run for run in left if seconds[run] is None]
-    words = ["invariant-adam", *_without(sys.argv[1:], ("--dry-run", "--json"), ("--gpus", "--shard"))]
-    last = shlex.join(words)
-    if as_json:
-        runs = [{"name": run.name, **run._asdict()} for run in plan.runs]
-        rest = {
-            "seconds": _total(left, seconds) if len(unknown) < len(left) or not left else None,
-            "from": source,
-            "borrowed": sorted({run.algorithm for run in borrowed}),
-            "unknown": sorted({run.algorithm for run in unknown}),
-        }
-        commands = [
-            f"CUDA_VISIBLE_DEVICES={i} {last} --shard {i + 1}/{gpus} --no-figures" for i in range(gpus) if gpus > 1
-        ]
-        print_json({"grid": plan.name, "runs": runs, "finished": done, "cost": rest, "commands": [*commands, last]})
-        return
-    stdout.print(
-        f"[bold]{plan.name}[/bold]: {_count(len(plan.runs), 'run')} of {_count(plan.runs[0].epochs, 'epoch')}, "
-        f"{done} finished"
-    )
-    kind = "CPU" if on_cpu else "GPU"
-    _print_settings(plan.runs, set(left), seconds if len(unknown) < len(left) else {}, borrowed, kind)
-    if not left:
-        stdout.print(f"Nothing is left to do. To draw it: invariant-adam figures {setup.folder}", soft_wrap=True)
-        return
-    if plan.small:
-        stdout.print("Small models on made-up data: it takes seconds, on a CPU too.")
-    elif len(unknown) == len(left):
-        stdout.print(f"No cost is known: make some runs (--epochs 1) on a {kind} into the same --out, and ask again.")
-    else:
-        least = "at least" if unknown else "about"
-        unfinished = set(left)
-        shares = (lab_grid.shard(plan.runs, i + 1, gpus) for i in range(gpus))
-        longest = max(_total([run for run in share if run in unfinished], seconds) for share in shares)
-        several = f", {_time(longest)} on {gpus}" if gpus > 1 and not on_cpu else ""
-        stdout.print(f"What is left takes {least} {_time(_total(left, seconds))} on one {kind}{several}, by {source}.")
-        if unknown:
-            names = ", ".join(sorted({run.algorithm for run in unknown}))
-            stdout.print(f"Not counted: {_count(len(unknown), 'run')} of {names}, of which nothing was measured.")
-        if borrowed:
-            stdout.print(f"* borrowed: as other algorithms of {plan.model} cost at the nearest batch size")
-    if gpus == 1 or on_cpu:
-        lines = ["", f"To run it on one {kind}:", *_broken(words, "  ")]
-    else:
-        lines = [
-            "",
-            f"To run it on the {gpus} GPUs of a machine, a log for each:",
-            f"  for i in $(seq 1 {gpus}); do",
-            "    CUDA_VISIBLE_DEVICES=$((i - 1)) \\",
-            *_broken(words, "    ", f" --shard $i/{gpus} --no-figures >shard-$i.log 2>&1 &"),
-            "  done; wait",
-            "and then, to gather and draw:",
-            *_broken(words, "  "),
-        ]
-    for line in lines:
-        stdout.print(line, markup=False, soft_wrap=True)
-    if len(lines) > 3:
-        stdout.print(f"Several machines that share --out: a --shard for each GPU, 1/{gpus} to {gpus}/{gpus}.")
-
-
-def _broken(words: list[str], indent: str, end: str = "") -> list[str]:
-    """Write a command in lines of at most 80 columns, as far as its words allow.
-
-    >>> _broken(["invariant-adam", "data"], "  ", " &")
-    ['  invariant-adam data &']
-    """
-    lines = [indent + words[0]]
-    for word in map(shlex.quote, words[1:]):
-        if len(lines[-1]) + len(word) + 3 > 80:  # a space and " \\"
-            lines[-1] += " \\"
-            lines.append(f"{indent}  {word}")
-        else:
-            lines[-1] += f" {word}"
-    if len(lines[-1]) + len(end) > 80:
-        lines[-1] += " \\"
-        lines.append(f"{indent} ")
-    lines[-1] += end
-    return lines
-
-
-def _without(words: list[str], flags: tuple[str, ...], options: tuple[str, ...]) -> list[str]:
-    """Leave flags and options with their values out of a command line.
-
-    >>> _without(["vit", "--gpus", "4", "--json", "--shard=1/2"], ("--json",), ("--gpus", "--shard"))
-    ['vit']
-    """
-    kept = []
-    rest = iter(words)
-    for word in rest:
-        if word in options:
-            next(rest, None)
-        elif word not in flags and word.partition("=")[0] not in options:
-            kept.append(word)
-    return kept
-
-
-def _print_settings(
-    runs: list[Run], left: set[Run], seconds: Mapping[Run, float | None], borrowed: set[Run], kind: str
-) -> None:
-    """Show what is compared: what all have in common above a table of what differs."""
-    from ..lab.results import rate
-
-    def joined(values: Iterable[object]) -> str:
-        return " ".join(map(str, dict.fromkeys(values)))
-
-    groups: dict[tuple[str, str, int, int], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.algorithm, run.rule, run.micro_batch_size, run.warmup_samples), []).append(run)
-    rows = [groups[key] for key in sorted(groups)]
-    by_size = [sorted(row, key=lambda run: (run.ramp, run.batch_size)) for row in rows]
-    settings = {  # the column's name, what it is called above the table, its cells
-        "B": ("batch sizes B", [joined(r.ramp.replace("-", "→") or r.batch_size for r in row) for row in by_size]),
-        "η₀": ("learning rates η₀", [joined(map(rate, sorted({run.lr0 for run in row}))) for row in rows]),
-        "M": ("micro-batch M", [f"{row[0].micro_batch_size}" for row in rows]),
-        "warm-up": ("warm-up in samples", [f"{row[0].warmup_samples:,}" for row in rows]),
-        "seeds": ("seeds", [joined(sorted({run.seed for run in row})) for row in rows]),
-    }
-    common = {name: cells[0] for name, (_, cells) in settings.items() if len(set(cells)) == 1}
-    for name, cell in common.items():
-        if (name, cell) != ("warm-up", "0"):
-            stdout.print(f"{settings[name][0]:>20}  {cell}", soft_wrap=True)
-    table = new_table()
-    for name in ("algorithm", "rule"):
-        table.add_column(name, no_wrap=True)
-    columns: dict[str, list[str]] = {name: cells for name, (_, cells) in settings.items() if name not in common}
-    columns["runs"] = [f"{len(row)}" for row in rows]
-    rests = [[run for run in row if run in left] for row in rows]
-    if len(left) < len(runs):
-        columns["left"] = [f"{len(rest)}" for rest in rests]
-    if seconds:
-        columns[f"{kind} hours"] = [
-            "?" if any(seconds[run] is None for run in rest) else
-            f"{_total(rest, seconds) / 3600:.2f}" + "*" * any(run in borrowed for run in rest)
-            for rest in rests
-        ]  # fmt: skip
-    for name, cells in columns.items():
-        # Lists break between their numbers where they must; nothing else does, and no number.
-        longest = max(len(word) for cell in cells for word in cell.split())
-        table.add_column(name, justify="right", no_wrap=name not in ("B", "η₀", "seeds"), min_width=longest)
-    for i, row in enumerate(rows):
-        table.add_row(row[0].algorithm, row[0].rule, *(cells[i] for cells in columns.values()))
-    stdout.print(table)
-
-
-def _total(runs: list[Run], seconds: Mapping[Run, float | None]) -> float:
-    """Add up what is known."""
-    return sum(seconds[run] or 0.0 for run in runs)
-
-
-def _time(seconds: float) -> str:
-    """Write a time that is not known better than to a minute.
-
-    >>> _time(40_320), _time(600), _time(5)
-    ('11.2 hours', '10 minutes', '1 minute')
-    """
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 5400 else _count(max(1, round(seconds / 60)), "minute")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
 class _Lines:
     """Draw a grid's progress: one bar over all backward passes, one line per finished run."""
 
     def __init__(self, runs: list[Run], setup: Setup) -> None:
-        from ..lab import grid as lab_grid
+        from ..lab.grid import work
+        from ..lab.store import finished
 
-        self.work = lab_grid.work
+        self.work = work
         self.total, self.done, self.failed = len(runs), 0, 0
         self.skipped: list[str] = []
-        left = [run for run in runs if lab_grid.finished(run, setup) is None]
+        left = [run for run in runs if finished(run, setup) is None]
         self.done = len(runs) - len(left)
         self.progress = time_bar(TextColumn("{task.percentage:.0f} %"))
         if self.done:
@@ -572,8 +390,8 @@ class _Lines:
     def sum_up(self) -> None:
         """Name the first of the runs that the budget was too small for, which may be most of a grid, and count them."""
         if self.skipped:
-            count = _count(len(self.skipped), "run")
-            say(f"--budget was too small for {count}, first {self.skipped[0]}; the same command goes on with the rest")
+            runs = count(len(self.skipped), "run")
+            say(f"--budget was too small for {runs}, first {self.skipped[0]}; the same command goes on with the rest")
 
 
 def figures(
