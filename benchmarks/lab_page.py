@@ -7,9 +7,10 @@ import math
 import statistics
 from pathlib import Path
 
-from invariant_adam.lab import record
+from invariant_adam.lab import measures, record
 from invariant_adam.lab import results as lab
-from invariant_adam.lab.results import MODELS, rate, ratio
+from invariant_adam.lab.measures import ratio
+from invariant_adam.lab.results import MODELS, rate
 
 FIGURES = Path("docs/figures/lab")
 SECONDS = Path("benchmarks/results/lab_seconds_h200.json")
@@ -64,7 +65,7 @@ the largest batch size.
 def blocks(root, folder):
     """The blocks of the page by name, each a function that yields its lines."""
     found = lab.load(folder)
-    rows = lab.spreads(found)
+    rows = measures.spreads(found)
     plain, first, paper, pair = _chosen(found, rows)
     figure = _Figures(root, found)
     return {
@@ -102,7 +103,7 @@ def summary(folder):
     if lacking:
         yield f"{lacking} runs of these grids are still to be made; where batch sizes are missing, the cell says so."
     yield ""
-    yield from spread_table(found, _chosen(found, lab.spreads(found))[-1])
+    yield from spread_table(found, _chosen(found, measures.spreads(found))[-1])
     yield ""
     yield f"![the spread over batch sizes against the learning rate]({FIGURES.as_posix()}/spread.png)"
 
@@ -162,7 +163,7 @@ def listed(values):
 
 def alike(found, *keys):
     """The spreads of model, series and learning rate each over what all of them have; none where that is too little."""
-    spreads = lab.compare([found.group(*key) for key in keys])
+    spreads = measures.compare([found.group(*key) for key in keys])
     return [] if any(math.isnan(spread.value) for spread in spreads) else spreads
 
 
@@ -233,9 +234,9 @@ def _beside(found, model, ours, lr0, without=None):
     """Invariant Adam beside standard Adam in a cell, and the batch sizes of both."""
     sides = [found.group(model, series, lr0) for series in (ours, ours.rival)]
     sides = [[run for run in side if run.batch_size != without] for side in sides]
-    below, above = lab.compare(sides)
+    below, above = measures.compare(sides)
     if math.isnan(below.value) or math.isnan(above.value):
-        alone = ((s.algorithm, lab.measure(side)) for s, side in zip((ours, ours.rival), sides, strict=True))
+        alone = ((s.algorithm, measures.measure(side)) for s, side in zip((ours, ours.rival), sides, strict=True))
         alone = [(name, spread) for name, spread in alone if not math.isnan(spread.value)]
         return next(((f"{name} alone: {say(s.value)}", s.batch_sizes) for name, s in alone), ("", []))
     text = f"{say(below.value)}, {say(above.value)}"
@@ -252,7 +253,7 @@ def _seeds(sides, below, above):
     shared = set.intersection(*([sizes for sizes in by_seed.values() if len(sizes) > 1] or [set()]))
     fewer = len(shared) > 1 and shared != set(below.batch_sizes)
     if fewer:
-        below, above = lab.compare([[run for run in side if run.batch_size in shared] for side in sides])
+        below, above = measures.compare([[run for run in side if run.batch_size in shared] for side in sides])
     values = [(below.per_seed[seed], above.per_seed[seed]) for seed in below.per_seed if seed in above.per_seed]
     values = [(a, b, ratio(a, b)) for a, b in values]
     if len(values) < 2 or not all(map(math.isfinite, (x for row in values for x in row))):
@@ -267,13 +268,13 @@ def _named(cells, usual):
 
 
 def critical_rows(found, rows, figure):
-    ranges = [r for r in lab.ranges(rows) if r.series.algorithm == "invariant"]
+    ranges = [r for r in measures.ranges(rows) if r.series.algorithm == "invariant"]
     if not ranges:
         return
     yield "## Where it breaks"
     yield ""
-    yield f"Of the learning rates tried, the largest up to which no spread exceeds {lab.TOLERANCE:g} (of those tried at"
-    yield "the row's largest batch size, which breaks first), and the smallest at which one does:"
+    yield f"Of the learning rates tried, the largest up to which no spread exceeds {measures.TOLERANCE:g} (of those"
+    yield "tried at the row's largest batch size, which breaks first), and the smallest at which one does:"
     yield ""
     cells = []
     for r in ranges:
@@ -337,8 +338,8 @@ def tuned_rows(found, figure):
     tables = []
     for model in found.models:
         chosen = {}  # batch size, series: the best by training loss and by test accuracy
-        for row in (row for metric in ("train_loss", "test_accuracy") for row in lab.best(found, model, metric)):
-            if len(row.tried) >= lab.TRIED:
+        for row in (row for metric in ("train_loss", "test_accuracy") for row in measures.best(found, model, metric)):
+            if len(row.tried) >= measures.TRIED:
                 chosen.setdefault((row.batch_size, row.series), []).append(row)
         columns = [series for series in found.series(model) if any(series == other for _, other in chosen)]
         cells = []
@@ -356,8 +357,8 @@ def tuned_rows(found, figure):
     yield "## (a) At its best learning rate"
     yield ""
     yield "The lowest training loss and the highest test accuracy that each optimizer reaches at a batch size, and the"
-    yield f"learning rate of each, of those that it was tried at ({lab.TRIED} at least). In italics where that is the"
-    yield "smallest or largest of them: a better one may lie beyond."
+    yield f"learning rate of each, of those that it was tried at ({measures.TRIED} at least). In italics where that is"
+    yield "the smallest or largest of them: a better one may lie beyond."
     for name, head, cells in tables:
         yield ""
         yield f"{name}:"
@@ -426,22 +427,22 @@ def micro_rows(found, figure):
 def _micro(found, model, lr0, ours):
     """The rows of one learning rate: a row for each M."""
     runs = {series: lab.by_batch_size(found.group(model, series, lr0)) for series in ours}
-    size = lab.common_size(runs.values())
+    size = measures.common_size(runs.values())
     at = {series: groups[size] for series, groups in runs.items() if size in groups}
     if len(at) < 2:
         return
     several = [series for series, groups in runs.items() if len(groups) > 1]
     spreads = alike(found, *((model, series, lr0) for series in several)) if several else []
-    spreads = spreads or [lab.measure(found.group(model, series, lr0)) for series in several]
+    spreads = spreads or [measures.measure(found.group(model, series, lr0)) for series in several]
     spreads = {series: spread for series, spread in zip(several, spreads, strict=True) if not math.isnan(spread.value)}
     seeds = set.intersection(*({run.seed for run in group} for group in at.values()))
     at = {series: [run for run in group if run.seed in seeds] for series, group in at.items()}
-    samples = lab.fixed_samples(run for group in at.values() for run in group)
+    samples = measures.fixed_samples(run for group in at.values() for run in group)
     for series in ours:
         mine = spreads.get(series)
         texts = (say(mine.value), over(mine)) if mine else ("", "")
         if at.get(series):
-            reached = [lab.at_samples(at[series], metric, samples) for metric in ("train_loss", "test_accuracy")]
+            reached = [measures.at_samples(at[series], metric, samples) for metric in ("train_loss", "test_accuracy")]
             texts += (say(reached[0], ".4g"), percent(reached[1]), str(size))
         yield (title(model), rate(lr0), str(series.micro_batch_size), *texts, *[""] * (5 - len(texts)))
 
@@ -479,7 +480,7 @@ def _gaps(found, runs, model, series, lr0, size):
     same = [run for run in runs if run.seed in {other.seed for other in constant}]
     if not constant:
         return {}
-    curve, base = (dict(zip(*lab.mean_curve(side, "train_loss"), strict=True)) for side in (same, constant))
+    curve, base = (dict(zip(*measures.mean_curve(side, "train_loss"), strict=True)) for side in (same, constant))
     return {epoch: curve[epoch] / base[epoch] - 1 for epoch in curve if epoch in base}
 
 
@@ -554,7 +555,7 @@ def _grid_seconds(found):
 
 
 def remark_rows(found):
-    said = [remark for remark in lab.remarks(found) if not remark.endswith("one batch size: nothing to compare")]
+    said = [remark for remark in measures.remarks(found) if not remark.endswith("one batch size: nothing to compare")]
     if said:
         yield "## Runs to know of"
         yield ""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from lab_results import FULL, PAIR, rows, same, uneven, write
 
-from invariant_adam.lab.results import best, compare, load, measure
+from invariant_adam.lab.measures import best, compare, measure
+from invariant_adam.lab.results import load
 
 ROOT = Path(__file__).parents[1]
 

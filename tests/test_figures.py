@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 
 from invariant_adam.cli import app
 from invariant_adam.lab import figures
-from invariant_adam.lab.results import (
+from invariant_adam.lab.measures import (
     best,
     compare,
     fixed_samples,
     level,
-    load,
     mean_curve,
     measure,
     ranges,
@@ -27,6 +26,7 @@ from invariant_adam.lab.results import (
     table,
     usual,
 )
+from invariant_adam.lab.results import load
 
 SMALL = {"sizes": (25, 100, 400), "rates": (1e-4, 1e-3), "epochs": 3}
 

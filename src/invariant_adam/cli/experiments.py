@@ -307,7 +307,8 @@ def reproduce(
         print_json(result)
     else:
         if written:
-            from ..lab.results import load, table
+            from ..lab.measures import table
+            from ..lab.results import load
 
             _print_spreads(table(load(setup.folder))["spreads"])
         stdout.print(
@@ -413,7 +414,8 @@ def figures(
     """
     from ..lab import figures as drawing
     from ..lab import page
-    from ..lab.results import load, remarks, table
+    from ..lab.measures import remarks, table
+    from ..lab.results import load
 
     if results.name == "results.csv":  # the file is as good a name for the grid as its folder
         results = results.parent

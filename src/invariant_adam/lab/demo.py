@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..optimizer import InvariantAdam
 from ..scaling import Hyperparameters, scale
-from . import record, results
+from . import measures, record
 
 OPTIMIZERS = ("standard", "invariant")
 TRAIN = 1536  # images; the other 261 are held out
@@ -255,7 +255,7 @@ def spread(runs: Sequence[Run]) -> float:
     >>> spread(runs)
     0.5
     """
-    return results.spread([run.losses for run in runs])
+    return measures.spread([run.losses for run in runs])
 
 
 def summarise(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:

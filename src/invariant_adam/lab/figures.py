@@ -24,16 +24,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from . import record
-from .results import (
-    METRICS,
-    MODELS,
+from .measures import (
     TOLERANCE,
-    Results,
-    Run,
-    Series,
     at_samples,
     best,
-    by_batch_size,
     common_size,
     fixed_samples,
     in_common,
@@ -43,6 +37,7 @@ from .results import (
     table,
     usual,
 )
+from .results import METRICS, MODELS, Curve, Results, Series, by_batch_size
 
 INK, FAINT, GRID = "#1d2330", "#6b7285", "#e4e6ec"
 # Okabe and Ito's colours, which the colour-blind tell apart, the pale ones last; and a purple.
@@ -139,14 +134,14 @@ def _questions(results: Results, model: str) -> Iterator[tuple[str, list[tuple[s
         yield "norm", here + beside if any(_beside(results, here + beside)) else here
 
 
-def _beside(results: Results, columns: Sequence[tuple[str, Series]]) -> dict[float, list[list[Run]]]:
+def _beside(results: Results, columns: Sequence[tuple[str, Series]]) -> dict[float, list[list[Curve]]]:
     """Return the runs of each column, by η₀, at the batch sizes and seeds that all have; none where that is one B."""
     rates = sorted({run.lr0 for model, series in columns for run in results.group(model, series)})
     sides = {lr0: in_common([results.group(*column, lr0) for column in columns]) for lr0 in rates}
     return {lr0: found for lr0, found in sides.items() if len(by_batch_size(found[0])) > 1}
 
 
-def _micro(results: Results, model: str) -> dict[Series, list[Run]]:
+def _micro(results: Results, model: str) -> dict[Series, list[Curve]]:
     """Return the runs of invariant Adam at the batch size that most M have, by series, which differ in M alone."""
     paper = [s for s in results.series(model) if (s.algorithm, s.rule, s.warmup_samples) == ("invariant", "linear", 0)]
     betas = common_size([[series.max_batch_size] for series in paper])
@@ -417,7 +412,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
             seeds = {run.seed for runs in ramped.values() for run in runs}  # those of a ramp, not of other comparisons
             groups = by_batch_size(level(run for run in constant[series] if run.lr0 == lr0 and run.seed in seeds))
             base = next(iter(groups.values()), [])
-            drawn: list[tuple[list[Run], int, str]] = [(runs, size, "") for size, runs in groups.items()]
+            drawn: list[tuple[list[Curve], int, str]] = [(runs, size, "") for size, runs in groups.items()]
             drawn += [(runs, 0, name) for name, runs in ramped.items()]
             for runs, size, name in drawn:
                 for ax, (x, y) in ((above, mean_curve(runs, "train_loss")), (below, _difference(runs, base))):
@@ -450,7 +445,7 @@ def rate_colours(results: Results) -> dict[float, str]:
 class _Look:
     """Colours by learning rate of all results, opacity and width by batch size, for the runs of one figure."""
 
-    def __init__(self, results: Results, runs: Sequence[Run]) -> None:
+    def __init__(self, results: Results, runs: Sequence[Curve]) -> None:
         self.rates = sorted({run.lr0 for run in runs})
         self.sizes = sorted({run.batch_size for run in runs if not run.ramp}) or sorted({r.batch_size for r in runs})
         self.wild = any(run.diverged is not None for run in runs)
@@ -592,7 +587,7 @@ def _dot(values: Sequence[float]) -> str | None:
     return "o" if len(values) == 1 else None  # a line needs two points
 
 
-def _difference(runs: Sequence[Run], base: Sequence[Run]) -> tuple[list[float], list[float]]:
+def _difference(runs: Sequence[Curve], base: Sequence[Curve]) -> tuple[list[float], list[float]]:
     """Return the epochs that both have, and by how many percent the training loss of `runs` is above that of `base`."""
     above = dict(zip(*mean_curve(runs, "train_loss"), strict=True))
     below = dict(zip(*mean_curve(base, "train_loss"), strict=True)) if base else {}
@@ -600,7 +595,7 @@ def _difference(runs: Sequence[Run], base: Sequence[Run]) -> tuple[list[float], 
     return epochs, [100 * (above[epoch] / below[epoch] - 1) for epoch in epochs]
 
 
-def _seeds(curves: Iterable[Sequence[Run]]) -> str:
+def _seeds(curves: Iterable[Sequence[Curve]]) -> str:
     """Say what curves are means over; each holds its seeds."""
     counts = {len(seeds) for seeds in curves}
     return "one seed" if counts <= {1} else "mean over seeds" + " where there are several" * (1 in counts)
@@ -610,7 +605,7 @@ def _several(results: Results, model: str, series: Series, rates: Collection[flo
     return len({run.batch_size for run in results.group(model, series) if rates is None or run.lr0 in rates}) > 1
 
 
-def _measured(run: Run, metric: str) -> bool:
+def _measured(run: Curve, metric: str) -> bool:
     return any(math.isfinite(value) for value in run.columns[metric])
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from . import record
 from .figures import paper_pair, rate_colours
-from .results import METRICS, MODELS, PER_EPOCH, Results, Series, ranges, rate, remarks, spreads
+from .measures import ranges, remarks, spreads
+from .results import METRICS, MODELS, PER_EPOCH, Results, Series, rate
 
 HERE = Path(__file__).parent
 
