@@ -72,7 +72,8 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
             stdout.print(f"Not counted: {count(len(unknown), 'run')} of {names}, of which nothing was measured.")
         if borrowed:
             stdout.print(f"* borrowed: as other algorithms of {plan.model} cost at the nearest batch size")
-    if gpus == 1 or on_cpu:
+    alone = gpus == 1 or on_cpu
+    if alone:
         lines = ["", f"To run it on one {kind}:", *_broken(words, "  ")]
     else:
         lines = [
@@ -87,7 +88,7 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
         ]
     for line in lines:
         stdout.print(line, markup=False, soft_wrap=True)
-    if len(lines) > 3:
+    if not alone:
         stdout.print(f"Several machines that share --out: a --shard for each GPU, 1/{gpus} to {gpus}/{gpus}.")
 
 
