@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from invariant_adam.cli import app
-from invariant_adam.lab import figures
+from invariant_adam.lab import figures, style
 from invariant_adam.lab.measures import (
     best,
     compare,
@@ -515,7 +515,7 @@ def test_a_thin_line_joins_what_was_chosen_of_other_learning_rates(tmp_path):
     for model, joined in (("resnet-bn", [[25], [100, 400], [800]]), ("vit", [[25, 100, 400]])):
         figure = drawn[f"{model}-best"]
         assert (said in [text.get_text() for text in figure.legends[0].get_texts()]) == (len(joined) > 1)
-        colour = figures.ALGORITHMS["standard"]
+        colour = style.ALGORITHMS["standard"]
         lines = [line for line in figure.axes[0].lines if line.get_color() == colour and line.get_linestyle() == "-"]
         wide = [list(line.get_xdata()) for line in lines if line.get_linewidth() == 2]
         thin = [list(line.get_xdata()) for line in lines if line.get_linewidth() < 1]
@@ -544,10 +544,10 @@ def test_what_was_tried_at_one_batch_size_has_no_panel(tmp_path):
 
 def test_a_learning_rate_has_one_colour_in_all_figures(tmp_path):
     results = load(write(tmp_path, uneven()))
-    colours = figures.rate_colours(results)
+    colours = style.rate_colours(results)
     assert list(colours) == [1e-5, 1e-4, 3e-4, 1e-3, 3e-3]
     assert len(set(colours.values())) == 5
-    named = {f"η₀ = {figures._power(lr0)}": colour for lr0, colour in colours.items()}
+    named = {f"η₀ = {style.power_of_ten(lr0)}": colour for lr0, colour in colours.items()}
     seen = set()
     for _, figure in figures.figures(results):
         for line, text in zip(figure.legends[0].get_lines(), figure.legends[0].get_texts(), strict=True):
@@ -560,14 +560,14 @@ def test_a_learning_rate_has_one_colour_in_all_figures(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 20])
 def test_there_are_colours_for_any_number_of_learning_rates(tmp_path, count):
     results = load(write(tmp_path, rows(sizes=(25,), rates=[1e-5 * (i + 1) for i in range(count)], epochs=1)))
-    assert len(set(figures.rate_colours(results).values())) == count
+    assert len(set(style.rate_colours(results).values())) == count
 
 
 @given(st.floats(1e-4, 1e3), st.floats(1.001, 1e6))
 def test_a_logarithmic_axis_has_three_ticks_at_least_and_not_too_many(low, factor):
     ax = Figure().subplots()
     ax.plot([0, 1], [low, low * factor])
-    figures.dress(ax, log=True)
+    style.dress(ax, log=True)
     below, above = ax.get_ylim()
     assert 3 <= sum(below <= tick <= above for tick in ax.yaxis.get_majorticklocs()) <= 12
 
@@ -577,7 +577,7 @@ def test_small_differences_are_seen_beside_large_ones(small, scale):
     row = Figure().subplots(1, 2, sharey=True)
     for ax, reach in zip(row, (30.0, small), strict=True):
         ax.plot([1, 2, 3], [0, -reach / 3, reach])
-    figures._differences(row)
+    style.difference_axes(row)
     assert {ax.get_yscale() for ax in row} == {scale}
     low, high = row[0].get_ylim()
     assert low < -10 < 30 < high
@@ -598,7 +598,7 @@ def test_the_headline_says_what_curves_are_means_over(tmp_path):
 def test_the_same_results_give_the_same_bytes(tmp_path):
     results = load(write(tmp_path, rows(**SMALL)))
     for (_, one), (_, two) in zip(figures.figures(results), figures.figures(results), strict=True):
-        assert figures.render(one, "svg") == figures.render(two, "svg")
+        assert style.render(one, "svg") == style.render(two, "svg")
 
 
 @pytest.mark.parametrize(
@@ -620,7 +620,7 @@ def test_sparse_grids_are_drawn_without_a_warning(tmp_path, case):
     names = []
     for name, figure in figures.figures(results):
         names.append(name)
-        assert figures.render(figure, "svg")
+        assert style.render(figure, "svg")
     assert "resnet-bn-batch-size" in names
     assert ("resnet-bn-best" in names) == (case != "one rate")
     assert ("resnet-bn-curves" in names) == (case != "only invariant")

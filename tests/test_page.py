@@ -7,7 +7,7 @@ import pytest
 from browser import BROWSER, DRIVER, start
 from lab_results import FULL, PAIR, rows, same, write
 
-from invariant_adam.lab import figures, page
+from invariant_adam.lab import page, style
 from invariant_adam.lab.results import load
 
 FOUND = bool(BROWSER and DRIVER)
@@ -186,7 +186,7 @@ class TestInABrowser:
             False,
             True,
         ]
-        assert dict(browser.js("return data.colours")) == figures.rate_colours(results)
+        assert dict(browser.js("return data.colours")) == style.rate_colours(results)
 
     @pytest.mark.parametrize("low", [0.0123, 1.55, 0.98, 7.9, 333.0])
     @pytest.mark.parametrize("factor", [1.01, 1.4, 2.0, 3.9, 15.0, 900.0, 1e6])

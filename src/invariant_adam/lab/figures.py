@@ -7,21 +7,16 @@ curve whose run diverged.
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from . import record
 from .measures import (
@@ -38,25 +33,29 @@ from .measures import (
     usual,
 )
 from .results import METRICS, MODELS, Curve, Results, Series, by_batch_size
-
-INK, FAINT, GRID = "#1d2330", "#6b7285", "#e4e6ec"
-# Okabe and Ito's colours, which the colour-blind tell apart, the pale ones last; and a purple.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b3a8e")
-# Learning rates from cold to hot, in an order of hue that the colour-blind see too: dark ends, a pale middle.
-SPECTRUM = ("#332288", "#0077cc", "#1fa58f", "#dda520", "#d64a1e", "#7d1f50")
-_DRAWN = ("invariant", "standard", "adama", "halflife", "accumulate")
-ALGORITHMS = dict(zip(_DRAWN, COLOURS, strict=False)) | {"micro": INK}
-ACROSS = 4  # panels side by side; more go below
-WIDTH = 11.6  # inches at most: wider, and the letters are too small in a column of text
-SMALL = 0.1  # percent: axes of differences are linear up to it, logarithmic beyond
-VARIANTS = (("-", "o"), ("--", "s"), (":", "D"), ("-.", "v"), ((0, (5, 1, 1, 1, 1, 1)), "P"))
-STYLE: Any = {
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlesize": 11.5,
-    "legend.frameon": False,
-}
+from .style import (
+    ALGORITHMS,
+    COLOURS,
+    FAINT,
+    INK,
+    STYLE,
+    VARIANTS,
+    Look,
+    _dot,
+    batch_size_axis,
+    dark,
+    difference_axes,
+    dress,
+    epoch_axis,
+    headline,
+    legend_below,
+    marker,
+    panels,
+    power_of_ten,
+    render,
+    series_looks,
+    sizes_said,
+)
 
 
 def draw(results: Results, out_dir: Path) -> list[Path]:
@@ -170,7 +169,7 @@ def curves_figure(
         rates: which η₀; all if not given.
     """
     runs = [run for series in columns for run in results.group(model, series) if rates is None or run.lr0 in rates]
-    look = _Look(results, runs)
+    look = Look(results, runs)
     metrics = [metric for metric in metrics if any(_measured(run, metric) for run in runs)]
     groups = {
         (series, lr0): by_batch_size(level(results.group(model, series, lr0)))
@@ -178,16 +177,16 @@ def curves_figure(
         for lr0 in look.rates
     }
     rows = [METRICS[metric] for metric in metrics]
-    figure, grid = _panels(_titles(results, model, columns), rows, heights=2.5)
+    figure, grid = panels(_titles(results, model, columns), rows, heights=2.5)
     for axes, series in zip(grid, columns, strict=True):
         for ax, metric in zip(axes, metrics, strict=True):
             for lr0 in look.rates:
                 for size, seeds in groups[series, lr0].items():
                     look.curve(ax, *mean_curve(seeds, metric), lr0, size)
             dress(ax, log=metric.endswith("loss"))
-            _epochs(ax)
+            epoch_axis(ax)
     look.legend(figure)
-    _headline(figure, model, _seeds(seeds for group in groups.values() for seeds in group.values()))
+    headline(figure, model, _seeds(seeds for group in groups.values() for seeds in group.values()))
     return figure
 
 
@@ -213,7 +212,7 @@ def spread_figure(results: Results) -> Figure:
     drawn = {model: list(dict.fromkeys(row.series for row in rows if row.model == model)) for model in models}
     # One legend for all panels, in which the paper's two have one name whatever else a model was tried with.
     labels = {(m, s): results.label(m, s, among=drawn[m]) for m in models for s in drawn[m]}
-    styles = _looks((series, label) for (_, series), label in labels.items())
+    styles = series_looks((series, label) for (_, series), label in labels.items())
     handles: dict[str, Line2D] = {}
     lacking = False
     for ax, model in zip(axes, models, strict=True):
@@ -242,7 +241,7 @@ def spread_figure(results: Results) -> Figure:
         ax.axhline(TOLERANCE, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         ax.set_xscale("log")
         dress(ax, log=True)
-        ax.set_title(f"{MODELS.get(model, model)},\n{_sizes(sizes)}", loc="left", fontweight="bold")
+        ax.set_title(f"{MODELS.get(model, model)},\n{sizes_said(sizes)}", loc="left", fontweight="bold")
         ax.set_xlabel("learning rate η₀")
         ax.margins(x=0.12)
     axes[-1].annotate(
@@ -250,18 +249,18 @@ def spread_figure(results: Results) -> Figure:
         xycoords=axes[-1].get_yaxis_transform(), textcoords="offset points", color=FAINT, fontsize=9,
     )  # fmt: skip
     axes[0].set_ylabel("spread over batch sizes")
-    more = [_marker("hollow: fewer batch sizes", "o", markerfacecolor="white", color=FAINT)] if lacking else []
-    _legend(figure, [[*handles.values(), *more]])
+    more = [marker("hollow: fewer batch sizes", "o", markerfacecolor="white", color=FAINT)] if lacking else []
+    legend_below(figure, [[*handles.values(), *more]])
     return figure
 
 
 def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -> Figure:
     """Draw the training loss after a fixed number of samples against B, and its difference from the smallest B."""
     runs = {series: results.group(model, series) for series in columns}
-    look = _Look(results, [run for group in runs.values() for run in group])
+    look = Look(results, [run for group in runs.values() for run in group])
     samples = fixed_samples(run for group in runs.values() for run in group)
     rows = ("training loss", "difference from\nthe smallest B, %")
-    figure, grid = _panels([results.label(model, series) for series in columns], rows, heights=2.6)
+    figure, grid = panels([results.label(model, series) for series in columns], rows, heights=2.6)
     for (above, below), series in zip(grid, columns, strict=True):
         for lr0 in look.rates:
             groups = by_batch_size(level(run for run in runs[series] if run.lr0 == lr0))
@@ -275,11 +274,11 @@ def batch_size_figure(results: Results, model: str, columns: Sequence[Series]) -
                 top: Any = {"transform": above.get_xaxis_transform(), "markersize": 8, "markeredgewidth": 2}
                 above.plot(size, 0.95, "x", color=look.colours[lr0], **top)
         dress(above, log=True)
-        _batch_sizes(above, look.sizes)
-        _batch_sizes(below, look.sizes)
-    _differences([below for _, below in grid])
+        batch_size_axis(above, look.sizes)
+        batch_size_axis(below, look.sizes)
+    difference_axes([below for _, below in grid])
     look.legend(figure, sizes=False)
-    _headline(figure, model, f"after {samples:,.0f} samples" if samples > 0 else "no samples in common")
+    headline(figure, model, f"after {samples:,.0f} samples" if samples > 0 else "no samples in common")
     return figure
 
 
@@ -292,7 +291,7 @@ def best_figure(results: Results, model: str) -> Figure:
     figure = Figure(figsize=(3.7 * len(chosen), 4.1), layout="constrained")
     axes = figure.subplots(1, len(chosen), squeeze=False)[0]
     labels = {series: results.label(model, series) for series in results.series(model)}
-    styles = _looks(labels.items())
+    styles = series_looks(labels.items())
     handles: dict[str, Line2D] = {}
     thin: Any = {"linewidth": 0.9, "zorder": 1}
     apart = False
@@ -315,16 +314,16 @@ def best_figure(results: Results, model: str) -> Figure:
             hollow = look | {"linestyle": "", "markerfacecolor": "white", "markeredgecolor": look["color"], "zorder": 4}
             ax.plot([b for b, _ in edge], [v for _, v in edge], **hollow)
         dress(ax, log=metric.endswith("loss"))
-        _batch_sizes(ax, sorted({row.batch_size for row in rows}))
+        batch_size_axis(ax, sorted({row.batch_size for row in rows}))
         ax.tick_params(axis="x", labelsize=9)
         ax.set_title(METRICS[metric], loc="left", fontweight="bold")
     for label, line in handles.items():
         line.set_label(label)
-    said = [_marker("hollow: the best η₀ is the smallest or largest tried", "o", markerfacecolor="white", color=FAINT)]
+    said = [marker("hollow: the best η₀ is the smallest or largest tried", "o", markerfacecolor="white", color=FAINT)]
     said += [Line2D([], [], color=FAINT, label="thin: not the same η₀ were tried", **thin)] * apart
-    _legend(figure, [[*handles.values()], said])
+    legend_below(figure, [[*handles.values()], said])
     samples = next(row.samples for rows in chosen.values() for row in rows)
-    _headline(figure, model, f"the best of the η₀ tried, after {samples:,.0f} samples")
+    headline(figure, model, f"the best of the η₀ tried, after {samples:,.0f} samples")
     return figure
 
 
@@ -332,28 +331,28 @@ def difference_figure(results: Results, columns: Sequence[tuple[str, Series]]) -
     """Draw how far batch sizes are from the smallest, epoch by epoch: a column for each model and series, a row for
     each η₀, over the batch sizes and seeds that all columns have there."""
     sides = _beside(results, columns)
-    look = _Look(results, [run for row in sides.values() for side in row for run in side])
+    look = Look(results, [run for row in sides.values() for side in row for run in side])
     models = {model: [s for m, s in columns if m == model] for model, _ in columns}
     titles = [results.label(model, series, among=models[model]) for model, series in columns]
     if len(models) > 1:
         titles = [f"{MODELS.get(model, model)}:\n{title}" for (model, _), title in zip(columns, titles, strict=True)]
     rows = [
-        f"η₀ = {_power(lr0)}: difference\nfrom B = {min(run.batch_size for run in row[0])}, %"
+        f"η₀ = {power_of_ten(lr0)}: difference\nfrom B = {min(run.batch_size for run in row[0])}, %"
         for lr0, row in sides.items()
     ]
-    figure, grid = _panels(titles, rows, heights=2.8)
+    figure, grid = panels(titles, rows, heights=2.8)
     for axes, runs in zip(grid, zip(*sides.values(), strict=True), strict=True):
         for ax, lr0, side in zip(axes, sides, runs, strict=True):
             groups = by_batch_size(side)
             for size, seeds in groups.items():
                 look.curve(ax, *_difference(seeds, next(iter(groups.values()))), lr0, size)
-            _epochs(ax)
+            epoch_axis(ax)
     for row in zip(*grid, strict=True):
-        _differences(row)
+        difference_axes(row)
     look.legend(figure)
     said = " and ".join(MODELS.get(model, model) for model in models)
     curves = [seeds for row in sides.values() for side in row for seeds in by_batch_size(side).values()]
-    _headline(figure, said, f"training loss, {_seeds(curves)}")
+    headline(figure, said, f"training loss, {_seeds(curves)}")
     return figure
 
 
@@ -390,8 +389,8 @@ def micro_figure(results: Results, model: str) -> Figure:
         dress(ax, log=metric.endswith("loss"))
         ax.set_xlabel("learning rate η₀")
         ax.set_title(METRICS[metric], loc="left", fontweight="bold")
-    _legend(figure, [[handles[series] for series in found], [handles[s] for s in sides if s not in found]])
-    _headline(figure, model, f"B = {size}, after {samples:,.0f} samples")
+    legend_below(figure, [[handles[series] for series in found], [handles[s] for s in sides if s not in found]])
+    headline(figure, model, f"B = {size}, after {samples:,.0f} samples")
     return figure
 
 
@@ -401,9 +400,9 @@ def ramp_figure(results: Results, model: str) -> Figure:
     columns = list(dict.fromkeys(series for series, _, _ in ramps))
     rates = {lr0 for _, lr0, _ in ramps}
     constant = {s: [run for run in results.group(model, s) if run.lr0 in rates] for s in columns}
-    look = _Look(results, [run for group in (*constant.values(), *ramps.values()) for run in group])
+    look = Look(results, [run for group in (*constant.values(), *ramps.values()) for run in group])
     rows = ("training loss", "difference from\nthe smallest B, %")
-    figure, grid = _panels(_titles(results, model, columns), rows, heights=3.0)
+    figure, grid = panels(_titles(results, model, columns), rows, heights=3.0)
     names = list(dict.fromkeys(name for _, _, name in ramps))
     dashes: Any = dict(zip(names, ((0, (4, 2)), (0, (1, 1.5)), "-."), strict=False))
     for (above, below), series in zip(grid, columns, strict=True):
@@ -418,173 +417,27 @@ def ramp_figure(results: Results, model: str) -> Figure:
                 for ax, (x, y) in ((above, mean_curve(runs, "train_loss")), (below, _difference(runs, base))):
                     if name:
                         dash = dashes.get(name, "-")
-                        ax.plot(x, y, color=_dark(look.colours[lr0]), linewidth=1.8, linestyle=dash, marker=_dot(x))
+                        ax.plot(x, y, color=dark(look.colours[lr0]), linewidth=1.8, linestyle=dash, marker=_dot(x))
                     else:
                         look.curve(ax, x, y, lr0, size)
         dress(above, log=True)
-        _epochs(above)
-        _epochs(below)
-    _differences([below for _, below in grid])
+        epoch_axis(above)
+        epoch_axis(below)
+    difference_axes([below for _, below in grid])
     more = [Line2D([], [], color=INK, linewidth=1.8, linestyle=dashes.get(n, "-"), label=f"ramp {n}") for n in names]
     look.legend(figure, more=more)
-    _headline(figure, model, "batch size ramped (dashed) and constant")
+    headline(figure, model, "batch size ramped (dashed) and constant")
     return figure
 
 
 # --------------------------------------------------------------------------- how things look
 
 
-def rate_colours(results: Results) -> dict[float, str]:
-    """Give each η₀ of the results its colour, from SPECTRUM and as far apart as their number allows."""
-    rates = sorted({run.lr0 for run in results.runs})
-    ramp = LinearSegmentedColormap.from_list("η₀", SPECTRUM, N=max(len(SPECTRUM), len(rates)))
-    gap = (ramp.N - 1) / max(1, len(rates) - 1)
-    return {lr0: to_hex(ramp(round(i * gap))) for i, lr0 in enumerate(rates)}
-
-
-class _Look:
-    """Colours by learning rate of all results, opacity and width by batch size, for the runs of one figure."""
-
-    def __init__(self, results: Results, runs: Sequence[Curve]) -> None:
-        self.rates = sorted({run.lr0 for run in runs})
-        self.sizes = sorted({run.batch_size for run in runs if not run.ramp}) or sorted({r.batch_size for r in runs})
-        self.wild = any(run.diverged is not None for run in runs)
-        self.colours = {lr0: colour for lr0, colour in rate_colours(results).items() if lr0 in self.rates}
-        last = max(1, len(self.sizes) - 1)
-        self.alphas = {size: 0.3 + 0.7 * i / last for i, size in enumerate(self.sizes)}
-        self.widths = {size: 4.2 - 3.0 * i / last for i, size in enumerate(self.sizes)}
-
-    def curve(self, ax: Axes, x: Sequence[float], y: Sequence[float], lr0: float, size: int) -> None:
-        alpha, colour = self.alphas[size], self.colours[lr0]
-        style: dict[str, Any] = {"color": colour, "alpha": alpha, "linewidth": self.widths[size]}
-        ax.plot(x, y, **style, solid_capstyle="round", marker=_dot([v for v in y if not math.isnan(v)]))
-        end = next((i for i, value in enumerate(y) if math.isnan(value)), None)
-        if end:  # the last epoch that has a number
-            ax.plot(x[end - 1], y[end - 1], "x", color=colour, markersize=9, markeredgewidth=2.2, zorder=6)
-
-    def legend(self, figure: Figure, *, sizes: bool = True, more: Sequence[Line2D] = ()) -> None:
-        rates = [Line2D([], [], color=c, linewidth=3, label=f"η₀ = {_power(r)}") for r, c in self.colours.items()]
-        rest = [
-            Line2D([], [], color=INK, alpha=self.alphas[s], linewidth=self.widths[s], label=f"B = {s}")
-            for s in self.sizes
-            if sizes
-        ]
-        rest += more
-        if self.wild:
-            rest.append(_marker("diverged", "x", color=INK, markersize=8, markeredgewidth=2))
-        _legend(figure, [rates, rest])
-
-
-def _legend(figure: Figure, groups: Sequence[Sequence[Line2D]]) -> None:
-    """Put a legend under the panels, each group on rows of its own, and make room for it."""
-    inches = 0.55 + 0.075 * max(len(str(handle.get_label())) for group in groups for handle in group)
-    fit = max(1, int(figure.get_figwidth() / inches))
-    rows = [list(group[i : i + fit]) for group in groups for i in range(0, len(group), fit)]
-    columns = max(map(len, rows))
-    rows = [row + [_marker("", "")] * (columns - len(row)) for row in rows]
-    handles = [handle for column in zip(*rows, strict=True) for handle in column]  # as matplotlib fills a legend
-    figure.set_figheight(figure.get_figheight() + 0.23 * len(rows))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.4)
-
-
 def _titles(results: Results, model: str, columns: Sequence[Series]) -> list[str]:
     """Name the columns; with their batch sizes where those differ, because fewer curves look closer."""
-    sizes = {series: _sizes(by_batch_size(results.group(model, series))) for series in columns}
+    sizes = {series: sizes_said(by_batch_size(results.group(model, series))) for series in columns}
     more = {series: f", {sizes[series]}" * (len(set(sizes.values())) > 1) for series in columns}
     return [results.label(model, series) + more[series] for series in columns]
-
-
-def _panels(columns: Sequence[str], rows: Sequence[str], heights: float) -> tuple[Figure, list[list[Axes]]]:
-    """Make a column of panels for each title and a row for each quantity, at most ACROSS columns side by side."""
-    blocks = math.ceil(len(columns) / ACROSS)
-    across = math.ceil(len(columns) / blocks)
-    width = min(3.6, WIDTH / across)
-    size = (max(7.6, width * across), heights * len(rows) * blocks + 0.8)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(rows) * blocks, across, squeeze=False)
-    found = []
-    for i, title in enumerate(columns):
-        block, column = divmod(i, across)
-        axes = [grid[block * len(rows) + row][column] for row in range(len(rows))]
-        for row, ax in enumerate(axes):
-            first = grid[row][0]  # a row has one scale, in all blocks
-            if ax is not first:
-                ax.sharey(first)
-                ax.sharex(first)
-            if column:
-                ax.tick_params(labelleft=False)
-            else:
-                ax.set_ylabel(rows[row])
-            ax.tick_params(labelbottom=row + 1 == len(rows))
-        axes[0].set_title(_wrap(title, round(9 * width)), loc="left", fontweight="bold")
-        found.append(axes)
-    for ax in set(grid.flat).difference(*found):
-        ax.set_axis_off()
-    return figure, found
-
-
-def dress(ax: Axes, *, log: bool) -> None:
-    """Give axes the look of all figures; `log` for the vertical one."""
-    if log:
-        ax.set_yscale("log")
-        low, high = ax.get_ylim()
-        # The coarsest that give four ticks; less than a factor of four is divided evenly, as a linear axis is.
-        tried = [LogLocator(subs=subs) for subs in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))]
-        enough = [ticks for ticks in tried if sum(low <= tick <= high for tick in ticks.tick_values(low, high)) > 3]
-        ax.yaxis.set_major_locator(enough[0] if enough else MaxNLocator(5, steps=[1, 2, 5, 10], min_n_ticks=3))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.yaxis.set_minor_locator(NullLocator())
-    ax.grid(color=GRID, linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(FAINT)
-    ax.tick_params(which="both", color=FAINT)
-
-
-def _differences(row: Sequence[Axes]) -> None:
-    """Dress panels of differences in percent; where one reaches ten times less than another, for both to be seen the
-    scale is logarithmic beyond SMALL, and linear in the shaded part."""
-    reach = [far for far in (max(map(abs, ax.dataLim.intervaly)) for ax in row) if 0 < far < math.inf]
-    for ax in row:
-        ax.axhline(0, color=FAINT, linewidth=1, zorder=1)
-        dress(ax, log=False)
-        if reach and 10 * min(reach) < max(reach):
-            ax.axhspan(-SMALL, SMALL, color=GRID, alpha=0.6, linewidth=0, zorder=0)
-            ax.set_yscale("symlog", linthresh=SMALL, linscale=0.7)
-            powers = [SMALL * 10**i for i in range(6)]
-            ax.yaxis.set_major_locator(FixedLocator([-power for power in powers] + [0, *powers]))
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
-            ax.yaxis.set_minor_locator(NullLocator())
-
-
-def render(figure: Figure, form: str) -> bytes:
-    """Return the figure as PNG or SVG; the same result gives the same bytes."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "invariant-adam"}):
-        metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(buffer, format=form, dpi=160, facecolor="white", metadata=metadata)
-    figure.set_layout_engine("none")  # the other form keeps the places: to find them is half of the work
-    return buffer.getvalue()
-
-
-def _looks(labels: Iterable[tuple[Series, str]]) -> dict[str, dict[str, Any]]:
-    """Colour by algorithm; line and marker by what else tells series of one algorithm apart."""
-    looks: dict[str, dict[str, Any]] = {}
-    for series, label in labels:
-        colour = ALGORITHMS[series.algorithm]
-        variant = sum(look["color"] == colour for name, look in looks.items() if name != label)
-        line, marker = VARIANTS[variant % len(VARIANTS)]
-        new = {"color": colour, "linestyle": line, "marker": marker, "linewidth": 2, "markersize": 6}
-        looks.setdefault(label, new)  # the same label looks the same in every panel
-    return looks
-
-
-def _marker(label: str, marker: str, **style: Any) -> Line2D:
-    return Line2D([], [], linestyle="", marker=marker, label=label, **style)
-
-
-def _dot(values: Sequence[float]) -> str | None:
-    return "o" if len(values) == 1 else None  # a line needs two points
 
 
 def _difference(runs: Sequence[Curve], base: Sequence[Curve]) -> tuple[list[float], list[float]]:
@@ -607,52 +460,3 @@ def _several(results: Results, model: str, series: Series, rates: Collection[flo
 
 def _measured(run: Curve, metric: str) -> bool:
     return any(math.isfinite(value) for value in run.columns[metric])
-
-
-def _epochs(ax: Axes) -> None:
-    _name_below(ax, "epoch")
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-
-
-def _name_below(ax: Axes, name: str) -> None:
-    if ax.xaxis.get_tick_params().get("labelbottom", True):  # only the lowest of a column has labels
-        ax.set_xlabel(name)
-
-
-def _batch_sizes(ax: Axes, sizes: Sequence[int]) -> None:
-    _name_below(ax, "batch size B")
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(sizes))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _sizes(sizes: Iterable[int]) -> str:
-    return "B = " + ",\u00a0".join(map(str, sorted(sizes)))
-
-
-def _dark(colour: str) -> tuple[float, float, float]:
-    r, g, b = to_rgb(colour)
-    return 0.5 * r, 0.5 * g, 0.5 * b
-
-
-def _wrap(label: str, letters: int) -> str:
-    for mark in ("=", "∝"):
-        label = label.replace(f" {mark} ", f"\u00a0{mark}\u00a0")  # M = 25 stays in one piece
-    lines = label.replace("warm-up ", "warm-up\u00a0").split("\n")
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, letters, break_on_hyphens=False))
-
-
-def _headline(figure: Figure, model: str, text: str) -> None:
-    figure.suptitle(f"{MODELS.get(model, model)}: {text}", x=0.01, ha="left", fontsize=12, color=FAINT)
-
-
-def _power(value: float) -> str:
-    """1e-05 as 10⁻⁵, 3e-4 as 3·10⁻⁴.
-
-    >>> _power(1e-5), _power(3e-4)
-    ('10⁻⁵', '3·10⁻⁴')
-    """
-    digits, exponent = f"{value:e}".split("e")
-    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return power if float(digits) == 1 else f"{float(digits):g}·{power}"

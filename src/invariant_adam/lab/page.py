@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from . import record
-from .figures import paper_pair, rate_colours
+from .figures import paper_pair
 from .measures import ranges, remarks, spreads
 from .results import METRICS, MODELS, PER_EPOCH, Results, Series, rate
+from .style import rate_colours
 
 HERE = Path(__file__).parent
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from . import record
-from .figures import FAINT, STYLE, dress, render
 from .page import definitions, frame, table
+from .style import FAINT, STYLE, dress, render
 
 PANELS = ("standard", "invariant")
 LAWS = {"square_root": "√B", "linear": "B", "exponential": "B"}  # what the learning rate goes with
