@@ -416,6 +416,10 @@ def test_the_claims_of_the_results_page_about_trajectories_hold(lab_results):
             cold = side(lab_results, model, "invariant", lr0)
             before, after = (one.value for one in compare([cold, warm]))
             assert low <= 1 - after / before <= high, (model, lr0)
+    for model, samples, percent in (("gpt", 4_000, 40), ("vit", 25_000, 31), ("resnet-ln", 25_000, 19)):
+        sides = [side(lab_results, model, "standard", 1e-4, warmup=n) for n in (0, samples)]
+        before, after = (one.value for one in compare(sides))
+        assert round(100 * (1 - after / before)) == percent, model
 
 
 def test_the_claims_of_the_results_page_about_rivals_and_norms_hold(lab_results):
@@ -479,7 +483,7 @@ def test_the_claims_of_the_distributed_page_hold_in_the_results():
         )
         assert len(kills["rows"]) == 10
         assert all(row["resumed"] >= row["saved"] for row in kills["rows"])
-        assert kills["weights"] == kills["exp_avg"] == kills["exp_avg_sq"] == 0  # "bit by bit the same"
+        assert kills["weights"] == kills["exp_avg"] == kills["exp_avg_sq"] == 0  # "bit for bit the same"
         assert [row["ranks"] for row in elastic["rows"]] == [4, 2, 3]
         assert kills["damaged"] == elastic["damaged"] == []
         for result in (kills, elastic):

@@ -39,9 +39,11 @@ _engines: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], Engine]] = 
 
 
 class one_pass:  # noqa: N801 - a context manager, used like a function
-    """One backward over a mini-batch leaves on every parameter p the pair of its micro-batches.
+    """One backward over a mini-batch makes for every parameter p the pair of its micro-batches.
 
         p.grad = mean_k g_k,   p.grad_sq = mean_k g_k²,   k = 1 … κ = B/M
+
+    An `InvariantAdam(fold="backward")` that owns p folds the pair as soon as it is complete; otherwise it stays on p.
 
     Args:
         model: the module whose forward runs inside the context; a compiled module is passed as it is.
