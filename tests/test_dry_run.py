@@ -9,9 +9,9 @@ import sys
 import pytest
 from lab_runs import TINY, Told, invoke
 
-from invariant_adam.lab import cost, grid, store, workers
+from invariant_adam.lab import cost, data, grid, store, workers
 from invariant_adam.lab.grid import Choice
-from invariant_adam.lab.results import rate
+from invariant_adam.lab.results import PER_EPOCH, rate
 from invariant_adam.lab.runs import Run
 from invariant_adam.lab.store import Setup
 
@@ -35,7 +35,7 @@ def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     setup = Setup(tmp_path, "a-grid", "cpu", "some data", lanes=2)
     monkeypatch.setattr(cost, "SECONDS", tmp_path / "seconds.json")
     run = Run("resnet-bn", "standard", "square_root", 100, 25, 800, 1e-4, 0, 2, samples=8_000)
-    row = {"train_loss": 1.0, "lr": 1.0, "epoch": 1, "samples": 8_000, "seconds": 16.0}
+    row = dict.fromkeys(PER_EPOCH, 1.0) | {"epoch": 1, "samples": 8_000, "seconds": 16.0}
     store.save(run, [row, {**row, "epoch": 2, "samples": 16_000}], setup)
     known, source = cost.costs(tmp_path, "cpu")
     assert known == {("resnet-bn", "standard", 100): 0.001}
@@ -166,4 +166,31 @@ def test_a_dry_run_writes_nothing_and_counts_what_is_done(setup, monkeypatch):
     assert sorted(setup.out.rglob("*")) == before
     workers.make(found.runs[1:], setup, Told())
     shown = dry(monkeypatch, *words)
-    assert f"Nothing is left to do. To draw it: invariant-adam figures {setup.folder}" in shown
+    assert "Nothing is left to do. To gather and draw it:\n  invariant-adam reproduce vit " in shown
+    assert "--dry-run" not in shown
+
+
+def test_a_dry_run_for_gpus_counts_their_runs_where_there_is_none(setup, monkeypatch):
+    choice = TINY._replace(batch_sizes=(400,), samples=800)
+    there = setup._replace(
+        grid="vit-curves-short-e1-n800", device="cuda", precision="bfloat16", digest=data.CIFAR10_DIGEST
+    )
+    for run in grid.plan("vit", "short", choice=choice).runs[:1]:
+        store.save(run, [dict.fromkeys(PER_EPOCH, 1.0)], there._replace(device="cpu"))
+        wrong, right = (there.folder / f"{store.run_id(run, s)}.json" for s in (there._replace(device="cpu"), there))
+        wrong.rename(right)
+    words = ["vit", "--epochs", "1", "--images", "800", "--lrs", "1e-3", "--batch-sizes", "400"]
+    words += ["--out", str(setup.out)]
+    assert "2 runs of 1 epoch, 1 finished" in dry(monkeypatch, *words)
+    assert "2 runs of 1 epoch, 0 finished" in dry(monkeypatch, *words, "--device", "cpu")
+
+
+def test_a_dry_run_for_one_device_speaks_of_one(monkeypatch, tmp_path):
+    """However long its command is."""
+    words = ["vit", "--out", str(tmp_path / "a folder with a name that makes the command longer than a line"), "--lrs"]
+    words += ["1e-5,1e-4,1e-3"]
+    for more in (["--gpus", "1"], ["--device", "cpu"], ["--device", "cpu", "--gpus", "4"]):
+        shown = dry(monkeypatch, *words, *more)
+        assert "--shard" not in shown
+        assert " \\\n" in shown
+        assert len(json.loads(invoke(*words, *more, "--dry-run", "--json").stdout)["commands"]) == 1

@@ -177,6 +177,29 @@ def test_half_a_file_is_not_a_run(setup):
     assert store.finished(run, setup) is None
 
 
+def test_what_is_no_whole_run_is_made_again_and_gathered(setup):
+    """What counts as finished and what is gathered are the same files."""
+    found = grid.plan("vit", "smoke", choice=TINY)
+    workers.make(found.runs[:1], setup, Told())
+    path = setup.folder / f"{store.run_id(found.runs[0], setup)}.json"
+    whole = json.loads(path.read_text())
+    without = [{key: value for key, value in whole.items() if key != name} for name in store.FIELDS]
+    cut = {key: value for key, value in whole["rows"][0].items() if key != "test_loss"}
+    for damaged in (
+        [], *without, {"rows": 3}, whole | {"rows": 1}, whole | {"rows": [1]}, whole | {"rows": [{}]},
+        whole | {"rows": [cut]}, whole | {"rows": whole["rows"] * 2}, whole | {"run": None},
+        whole | {"run": whole["run"] | {"lr0": 0.5}},
+    ):  # fmt: skip
+        path.write_text(json.dumps(damaged))
+        assert store.finished(found.runs[0], setup) is None
+        assert store.gather(found, setup, "again")["finished"] == 0
+    workers.make(found.runs[:1], setup, Told())
+    for damaged in ([1], {"commands": 3, "missing": "all"}):
+        (setup.folder / "grid.json").write_text(json.dumps(damaged))
+        result = store.gather(found, setup, "again")
+        assert (result["finished"], len(result["missing"]), result["commands"]) == (1, len(found.runs) - 1, ["again"])
+
+
 def test_a_run_of_another_grid_is_taken_over(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     workers.make(found.runs[:1], setup, Told())

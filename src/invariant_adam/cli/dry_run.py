@@ -21,6 +21,7 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
     from ..lab.grid import shard
     from ..lab.store import finished
 
+    gpus = 1 if on_cpu else gpus
     if plan.small:
         known, source = {}, ""  # what was measured is of larger models
     elif on_cpu:
@@ -54,7 +55,9 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
     kind = "CPU" if on_cpu else "GPU"
     _print_settings(plan.runs, set(left), seconds if len(unknown) < len(left) else {}, borrowed, kind)
     if not left:
-        stdout.print(f"Nothing is left to do. To draw it: invariant-adam figures {setup.folder}", soft_wrap=True)
+        # Not `figures`: runs that other grids have made are not in this one's folder yet.
+        for line in ("Nothing is left to do. To gather and draw it:", *_broken(words, "  ")):
+            stdout.print(line, markup=False, soft_wrap=True)
         return
     if plan.small:
         stdout.print("Small models on made-up data: it takes seconds, on a CPU too.")
@@ -65,15 +68,14 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
         unfinished = set(left)
         shares = (shard(plan.runs, i + 1, gpus) for i in range(gpus))
         longest = max(_total([run for run in share if run in unfinished], seconds) for share in shares)
-        several = f", {_time(longest)} on {gpus}" if gpus > 1 and not on_cpu else ""
+        several = f", {_time(longest)} on {gpus}" if gpus > 1 else ""
         stdout.print(f"What is left takes {least} {_time(_total(left, seconds))} on one {kind}{several}, by {source}.")
         if unknown:
             names = ", ".join(sorted({run.algorithm for run in unknown}))
             stdout.print(f"Not counted: {count(len(unknown), 'run')} of {names}, of which nothing was measured.")
         if borrowed:
             stdout.print(f"* borrowed: as other algorithms of {plan.model} cost at the nearest batch size")
-    alone = gpus == 1 or on_cpu
-    if alone:
+    if gpus == 1:
         lines = ["", f"To run it on one {kind}:", *_broken(words, "  ")]
     else:
         lines = [
@@ -85,11 +87,10 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
             "  done; wait",
             "and then, to gather and draw:",
             *_broken(words, "  "),
+            f"Several machines that share --out: a --shard for each GPU, 1/{gpus} to {gpus}/{gpus}.",
         ]
     for line in lines:
         stdout.print(line, markup=False, soft_wrap=True)
-    if not alone:
-        stdout.print(f"Several machines that share --out: a --shard for each GPU, 1/{gpus} to {gpus}/{gpus}.")
 
 
 def _broken(words: list[str], indent: str, end: str = "") -> list[str]:

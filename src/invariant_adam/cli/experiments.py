@@ -228,8 +228,10 @@ def reproduce(
     from ..lab.data import DataError
     from ..lab.workers import draw, make, prepare
 
-    # A dry run is for GPUs that need not be here.
-    where = device.value if dry_run and device else device_of(device)
+    if dry_run and (device or preset is not Preset.smoke):
+        where = device.value if device else "cuda"  # it is for GPUs that need not be here
+    else:
+        where = device_of(device)
     try:
         if not out.is_dir() and (out.exists() or out.is_symlink()):
             raise NotADirectoryError(f"{out} is a file")

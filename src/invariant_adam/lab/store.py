@@ -18,9 +18,12 @@ import torch
 
 from . import data, record
 from .grid import Grid
-from .results import COLUMNS
+from .results import COLUMNS, PER_EPOCH
 from .runs import TASKS, Run
 from .train import Row
+
+# What is read of a run's file, here and for costs.
+FIELDS = {"run", "rows", "at_once", "device", "device_type", "torch", "python", "date"}
 
 
 class Setup(NamedTuple):
@@ -74,10 +77,11 @@ def finished(run: Run, setup: Setup, *, take: bool = True) -> dict[str, Any] | N
     places = [setup.folder / name, *sorted(path for path in setup.out.glob(f"*/{name}"))]
     for path in places:
         found = record.read_json(path)
-        if isinstance(found, dict) and len(found.get("rows", ())) == run.epochs:
+        if _settings(found) == run:
             if take and path != places[0]:
                 record.write_json(places[0], found)
-            return found
+            whole: dict[str, Any] = found
+            return whole
     return None
 
 
@@ -124,13 +128,19 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     lines.sort(key=lambda line: [f"{cell:>24}" for cell in line[:11]])
     writer.writerows(lines)
     record.write(setup.folder / "results.csv", buffer.getvalue())
-    before = record.read_json(setup.folder / "grid.json") or {}
+    commands, earlier = (_listed(setup.folder / "grid.json", key) for key in ("commands", "missing"))
     names = {run.name for run in done}
-    earlier = (name for name in before.get("missing", ()) if name not in names)
     # By all of its settings: runs that differ in B_max have one name.
-    missing = list(dict.fromkeys((*earlier, *(run.name for run in grid.runs if run not in done))))
+    missing = list(
+        dict.fromkeys(
+            (
+                *(name for name in earlier if name not in names),
+                *(run.name for run in grid.runs if run not in done),
+            )
+        )
+    )
     result = {
-        "commands": list(dict.fromkeys((*before.get("commands", ()), command))),
+        "commands": list(dict.fromkeys((*commands, command))),
         "grid": grid.grid,
         "model": grid.model,
         "preset": grid.preset,
@@ -153,17 +163,35 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     return result
 
 
+def _listed(path: Path, key: str) -> list[Any]:
+    """What a file lists under a key; nothing where it is not there or damaged."""
+    found = record.read_json(path)
+    listed = found.get(key) if isinstance(found, dict) else None
+    return listed if isinstance(listed, list) else []
+
+
 def _kept(setup: Setup) -> Iterator[tuple[Run, dict[str, Any]]]:
     """The finished runs of a grid's folder that go together: of one dataset, one kind of device, one precision."""
     for path, run, found in files(setup.folder, "*-lr*.json"):
-        if path.stem == run_id(run, setup) and len(found["rows"]) == run.epochs:
+        if path.stem == run_id(run, setup):
             yield run, found
 
 
 def files(folder: Path, pattern: str) -> Iterator[tuple[Path, Run, dict[str, Any]]]:
-    """The runs that there are files of; what is no run, or one with other settings than runs have here, is left."""
+    """The finished runs that there are files of."""
     for path in sorted(folder.glob(pattern)):
         found = record.read_json(path)
-        settings = found.get("run") if isinstance(found, dict) and found.get("rows") else None
-        if isinstance(settings, dict) and settings.keys() == set(Run._fields):
-            yield path, Run(**settings), found
+        run = _settings(found)
+        if run is not None:
+            yield path, run, found
+
+
+def _settings(found: Any) -> Run | None:
+    """Return the run that a file is of, or None where it is damaged, or of one with other settings than runs have."""
+    if not isinstance(found, dict) or not found.keys() >= FIELDS:
+        return None
+    settings, rows = found["run"], found["rows"]
+    if not isinstance(settings, dict) or settings.keys() != set(Run._fields) or not isinstance(rows, list):
+        return None
+    whole = all(isinstance(row, dict) and row.keys() == set(PER_EPOCH) for row in rows)
+    return Run(**settings) if rows and whole and len(rows) == settings["epochs"] else None
