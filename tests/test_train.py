@@ -8,7 +8,8 @@ from lab_runs import CPU, MAX, M, run, small_source
 
 from invariant_adam.lab import source as lab_source
 from invariant_adam.lab import train
-from invariant_adam.lab.runs import TASKS, Run
+from invariant_adam.lab.results import SAME_AT_M
+from invariant_adam.lab.runs import RULES, TASKS, Run
 from invariant_adam.lab.source import Source
 from invariant_adam.lab.updates import Optimizer
 
@@ -178,7 +179,13 @@ def test_warm_up_gives_each_update_the_mean_over_its_samples(sources, monkeypatc
 
 @pytest.mark.parametrize(
     ("algorithm", "rule", "power"),
-    [("invariant", "linear", 1.0), ("standard", "square_root", 0.5), ("accumulate", "linear", 1.0)],
+    [
+        ("invariant", "linear", 1.0),
+        ("standard", "square_root", 0.5),
+        ("accumulate", "linear", 1.0),
+        ("adama", "square_root", 0.5),
+        ("adama", "linear", 1.0),
+    ],
 )
 @pytest.mark.parametrize("sizes", [(M, MAX), (MAX, M)])
 def test_a_ramp_is_one_batch_size_first_and_the_other_after(algorithm, rule, power, sizes, sources):
@@ -192,10 +199,27 @@ def test_a_ramp_is_one_batch_size_first_and_the_other_after(algorithm, rule, pow
     def at(B: int) -> tuple[float, float, float]:
         return 1e-3 * (B / MAX) ** power, 0.1 * B / MAX, 0.001 * B / MAX
 
-    want = by_hand(settings, source, "invariant" if algorithm == "invariant" else "standard", at)
+    want = by_hand(settings, source, "standard" if algorithm == "accumulate" else algorithm, at)
     assert losses(ramp) == pytest.approx(want, rel=2e-4)
     if algorithm == "invariant":
         assert losses(ramp)[2:] == pytest.approx(losses(constant)[2:], rel=5e-3)
+
+
+@pytest.mark.parametrize("rule", ["linear", "square_root", "exponential"])
+@pytest.mark.parametrize("warmup", [0, 30])
+def test_of_one_micro_batch_all_algorithms_with_a_rule_are_one(rule, warmup, sources):
+    """So that a run of one stands for those of the others; but not for one whose β₁ is another."""
+
+    def curve(algorithm: str, rule: str) -> list[float]:
+        settings = run("gpt", algorithm, rule, M, warmup_samples=warmup, lr0=1e-2)
+        return [row[key] for row in train.finish(train.train(settings, sources["gpt"])) for key in ("lr", "test_loss")]
+
+    names = [name for name in RULES if rule in RULES[name]]
+    assert set(names) == {name for name in SAME_AT_M if rule in RULES[name]}
+    first, *others = (curve(name, rule) for name in names)
+    for other in others:
+        assert other == pytest.approx(first, rel=2e-6)  # float32; 2e-7 seen
+    assert curve("halflife", "none")[1::2] != pytest.approx(first[1::2], rel=1e-3)
 
 
 @pytest.mark.parametrize("model", ["resnet-ln", "gpt"])

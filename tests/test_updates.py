@@ -44,7 +44,7 @@ def test_a_captured_update_has_made_its_first_three():
 
 
 def steps(algorithm: str, rule: str, legs: list[tuple[int, int]], gradient, device=CPU) -> list[torch.Tensor]:
-    """Return what each update moves the weights by, over its learning rate.
+    """Return what each update moves the weights by, over its learning rate and, for AdamA, over 1/√(mean of 1/κ) in v.
 
     Args:
         algorithm: of the run.
@@ -56,7 +56,7 @@ def steps(algorithm: str, rule: str, legs: list[tuple[int, int]], gradient, devi
     model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64, device=device)
     weight, size = model.weight, M * legs[0][0]
     optimizer = Optimizer(run("vit", algorithm, rule, size, max_batch_size=32 * M), model, device)
-    found, seen = [], 0
+    found, seen, sums = [], 0, [0.0, 0.0]  # of the weights in v, and of 1/κ by them, for rules with γ′ = ργ
     for kappa, updates in legs:
         optimizer.resize(M * kappa)
         optimizer.set_lr(1.0)
@@ -68,7 +68,9 @@ def steps(algorithm: str, rule: str, legs: list[tuple[int, int]], gradient, devi
                 (weight * gradient(seen).to(device)).sum().backward()
             optimizer.inner.step()
             seen += kappa
-            unit = math.sqrt(kappa) if algorithm == "adama" else 1.0  # its v is over κ
+            gamma = 0.001 * kappa / 32
+            sums = [(1 - gamma) * total + gamma * new for total, new in zip(sums, (1.0, 1 / kappa), strict=True)]
+            unit = math.sqrt(sums[0] / sums[1]) if algorithm == "adama" else 1.0
             found.append((before - weight.detach()).cpu() / optimizer.lr() / unit)
     return found
 

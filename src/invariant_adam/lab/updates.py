@@ -71,7 +71,7 @@ class Optimizer:
     """The optimizer of a run, whose hyperparameters follow the batch size by the run's rule."""
 
     def __init__(self, run: Run, model: nn.Module, device: torch.device) -> None:
-        self.run, self.rate = run, math.nan
+        self.run, self.rate, self.batch = run, math.nan, run.batch_sizes[0]
         self.inner: torch.optim.Optimizer
         gpu = device.type == "cuda"
         # Of one micro-batch invariant Adam is Adam, and torch's needs nothing of the host between two graphs.
@@ -95,20 +95,20 @@ class Optimizer:
         run, inner = self.run, self.inner
         rho = batch / run.max_batch_size
         if isinstance(inner, ia.InvariantAdam):
-            self.batch = batch
             if inner.samples_seen:
                 inner.expect(batch / run.micro_batch_size)
             if run.algorithm == "adama":
                 # v/κ in the place of v: η m/(√(v/κ) + ε) = √κη m/(√v + √κε)
                 inner.param_groups[0]["eps"] = 1e-8 * math.sqrt(batch / run.micro_batch_size)
+                for state in inner.state.values():  # v/κ stays what it was under the κ before
+                    state["exp_avg_sq"].mul_(batch / self.batch)
         else:
-            self.batch = batch
             rule = "linear" if run.rule == "none" else run.rule
             betas = scale(0.0, BETAS, from_batch=run.max_batch_size, to_batch=batch, rule=rule).betas
             if run.algorithm == "halflife":
                 betas = (BETAS[0], BETAS[1] ** rho)
             change_betas(inner, betas)
-        self.rate = math.nan
+        self.batch, self.rate = batch, math.nan
 
     def lr(self, factor: float = 1.0) -> float:
         """Return the learning rate of an update, in the words of the rule, times a warm-up's factor."""
