@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -368,30 +370,54 @@ def test_a_budget_too_small_is_one_line(tmp_path):
     assert "note: --shard 13/13 is empty, as the grid has 12 runs" in empty.stderr
 
 
-def test_interrupted_it_says_how_to_go_on(tmp_path):
-    """As Ctrl-C does, which all processes at a terminal hear."""
-    words = ["reproduce", "vit", "--preset", "smoke", "--device", "cpu", "--epochs", "20", "--workers", "2"]
+@contextmanager
+def under_way(out: Path, epochs: int) -> Iterator[subprocess.Popen[str]]:
+    """A grid of 12 runs in two processes, from the first run that is finished."""
+    words = ["reproduce", "vit", "--preset", "smoke", "--device", "cpu", "--epochs", str(epochs), "--workers", "2"]
     source = str(Path(invariant_adam.__file__).parents[1])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "invariant_adam", *words, "--out", str(tmp_path)],
+    with subprocess.Popen(
+        [sys.executable, "-m", "invariant_adam", *words, "--no-figures", "--out", str(out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # the tests may run in the background
-    )
-    deadline = time.monotonic() + 100
-    while not list(tmp_path.glob("*/vit-*.json")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    ) as process:
+        deadline = time.monotonic() + 100
+        while not list(out.glob("*/vit-*.json")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield process
+
+
+def test_interrupted_it_says_how_to_go_on(tmp_path):
+    """As Ctrl-C does, which all processes at a terminal hear."""
+    with under_way(tmp_path, 20) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
     kept = len(list(tmp_path.glob("*/vit-*.json")))
     assert process.returncode == 130, stderr
     assert 1 <= kept < 12
     assert re.search(r"Stopped\. \d+ of 12 runs are kept; the same command goes on with the rest\.", stderr)
     assert "Traceback" not in stderr
     assert len(rows_of(tmp_path / "vit-curves-smoke-e20")) == 20 * kept
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a worker by Linux's list of processes")
+def test_a_worker_that_is_killed_loses_its_run_alone(tmp_path):
+    """As the kernel kills one when memory is short."""
+    with under_way(tmp_path, 6) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        time.sleep(0.1)  # one run is told, another under way
+        os.kill(int(worker), signal.SIGKILL)
+        _, stderr = process.communicate(timeout=100)
+    kept = len(list(tmp_path.glob("*/vit-*.json")))
+    assert process.returncode == 2, stderr
+    assert kept >= 11
+    assert "error: 1 of 2 worker processes ended without a word, exit codes" in stderr
+    assert "the same command goes on with the rest" in stderr
+    assert len(rows_of(tmp_path / "vit-curves-smoke-e6")) == 6 * kept
 
 
 @pytest.mark.parametrize("command", [experiments.data, experiments.reproduce, experiments.figures])
@@ -420,6 +446,7 @@ def test_help_is_written_for_80_columns(command):
         (["vit", "--shard", "two"], "I/N"),
         (["vit", "--algorithms", "sgd"], "some of"),
         (["vit", "--lrs", "0"], "--lrs must be"),
+        (["vit", "--seeds", str(2**53)], "--seeds must be below 2**53"),
     ],
 )
 def test_the_command_refuses_by_name(words, message, tmp_path, monkeypatch):

@@ -302,6 +302,8 @@ def reproduce(
     except DataError as error:
         fail(f"--data: {error}" if path else error)
     except RuntimeError as error:
+        if setup.folder.exists():
+            store.gather(plan, setup, command)
         fail(error)
     except OSError as error:
         fail_to_write(out, error, "folder")

@@ -138,4 +138,6 @@ def check(run: Run) -> Run:
         least = 1 if name == "epochs" else 0
         if not getattr(run, name) >= least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(run, name)}")
+    if run.seed >= 2**53:
+        raise ValueError(f"seed must be below 2**53, to be told from others as a number of results.csv, got {run.seed}")
     return run

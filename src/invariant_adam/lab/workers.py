@@ -190,8 +190,9 @@ def make(runs: list[Run], setup: Setup, tell: Tell, found: data.Images | data.Te
             except queue.Empty:
                 if not any(process.is_alive() for process in processes):
                     raise RuntimeError(
-                        f"{alive} worker processes ended without a word, exit codes "
-                        f"{[process.exitcode for process in processes]}; finished runs are kept"
+                        f"{alive} of {count} worker processes ended without a word, exit codes "
+                        f"{[process.exitcode for process in processes]}; finished runs are kept, and the same command "
+                        "goes on with the rest"
                     ) from None
                 continue
             if kind == "end":
