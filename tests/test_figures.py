@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from invariant_adam.cli import app
-from invariant_adam.lab import figures, style
+from invariant_adam.lab import figures, page, style
 from invariant_adam.lab.measures import (
     best,
     compare,
@@ -272,6 +272,8 @@ def test_a_run_of_one_micro_batch_stands_for_every_algorithm_with_its_rule(tmp_p
     alone = {("invariant", "linear"), ("standard", "square_root")}
     kept = [r for r in found if r["batch_size"] == 100 or (r["algorithm"], r["rule"]) in alone]
     results = load(write(tmp_path, kept))
+    assert results.made == len(kept) / 2 < len(results.runs)
+    assert f"<p>{results.made} runs of " in page.report(results)
     for series in results.series("resnet-bn"):
         at_one = [run for run in results.group("resnet-bn", series) if run.batch_size == 25]
         if series.algorithm == "halflife":  # its β₁ is another
@@ -372,6 +374,10 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(tmp_path):
         ({"train_loss": ""}, r"line 3: train_loss must be a number \(nan where a run diverged\), got ''"),
         ({"algorithm": "sgd"}, r"line 3: algorithm must be one of invariant, .*, got 'sgd'"),
         ({"batch_size": 2.5}, r"line 3: batch_size must be a whole number, got '2\.5'"),
+        ({"batch_size": 0}, r"line 3: batch_size must be a finite number above 0, got '0'"),
+        ({"max_batch_size": -1}, r"line 3: max_batch_size must be a finite number above 0, got '-1'"),
+        ({"lr0": math.nan}, r"line 3: lr0 must be a finite number above 0, got 'nan'"),
+        ({"lr0": math.inf}, r"line 3: lr0 must be a finite number above 0, got 'inf'"),
         ({"epoch": 1}, r"line 3: epoch 1 comes after epoch 1 of the same run"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -380,6 +386,10 @@ def test_what_cannot_be_read_is_refused_by_file_and_line(tmp_path):
     (tmp_path / "results.csv").write_text(text[: text.rindex(",")])
     with pytest.raises(ValueError, match=r"line 37 is cut off"):
         load(tmp_path)
+    (tmp_path / "results.csv").write_text("\ufeff" + text, encoding="utf-8")  # as a spreadsheet saves it
+    for damaged in ("[1]", "3", "{"):
+        (tmp_path / "grid.json").write_text(damaged)
+        assert list(load(tmp_path).grids.values()) == [{}]
     (tmp_path / "results.csv").write_text(text.replace("train_loss", "loss"))
     with pytest.raises(ValueError, match="lacks the column train_loss"):
         load(tmp_path)

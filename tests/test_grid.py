@@ -440,6 +440,7 @@ def test_help_is_written_for_80_columns(command):
         (["vit", "--preset", "smoke", "--images", "121"], "--images must be at most the 120 of the training set"),
         (["vit", "--data", "nowhere"], "--data: nowhere does not exist"),
         (["gpt", "--data", "nowhere"], "--data: nowhere does not exist"),
+        (["gpt", "--data", __file__, "--preset", "smoke"], "--data: --preset smoke trains on made-up data"),
         (["vit", "--out", __file__], "is a file; choose another folder"),
         (["vit", "--out", __file__, "--dry-run"], "is a file; choose another folder"),
         (["vit", "--shard", "3/2"], "I from 1 to N"),

@@ -247,6 +247,8 @@ def reproduce(
             numbers("--warmup", warmup, int) or (),
         )
         plan = lab_grid.plan(model.value, preset.value, grid.value, choice)
+        if plan.small and path is not None:
+            raise DataError("--preset smoke trains on made-up data; leave it out, or choose another preset")
         part, parts = _shard(shard)
         mine = lab_grid.shard(plan.runs, part, parts)
         setup = store.Setup(

@@ -69,7 +69,7 @@ def report(results: Results) -> str:
     said = [f"<li>{html.escape(remark)}</li>" for remark in remarks(results)]
     body = BODY.format(
         models=html.escape("; ".join(MODELS.get(model, model) for model in results.models)),
-        runs=f"{len(results.runs):,}",
+        runs=f"{results.made:,}",
         table=_spreads(results),
         ranges=_ranges(results),
         remarks=_folded(f"{len(said)} remarks", "<ul>\n" + "\n".join(said) + "\n</ul>") if said else "<p>None.</p>",

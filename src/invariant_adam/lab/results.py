@@ -102,6 +102,11 @@ class Results(NamedTuple):
     grids: dict[str, dict[str, Any]]  # grid.json, by the folder's name
 
     @property
+    def made(self) -> int:
+        """How many runs were made: one of one micro-batch may be the curve of several series."""
+        return len({id(run.columns) for run in self.runs})
+
+    @property
     def models(self) -> list[str]:
         """Every model, in the order of the files."""
         return list(dict.fromkeys(run.model for run in self.runs))
@@ -193,13 +198,14 @@ def load(folder: Path) -> Results:
                 f"{folder} has runs of {model} with epochs of {' and '.join(f'{n:,.0f}' for n in counts)} samples: "
                 "they cannot be compared; give the folder of one grid"
             )
-    grids = {path.parent.resolve().name: record.read_json(path.with_name("grid.json")) or {} for path in files}
+    said = {path.parent.resolve().name: record.read_json(path.with_name("grid.json")) for path in files}
+    grids = {name: grid if isinstance(grid, dict) else {} for name, grid in said.items()}
     return Results(list(runs.values()), grids)
 
 
 def _read(path: Path) -> list[Curve]:
     runs: dict[tuple[str, ...], Curve] = {}
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet that saved it may have marked it so
         reader = csv.DictReader(file)
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
@@ -255,6 +261,9 @@ def _run(row: Mapping[str, str], where: str, source: str) -> Curve:
     # Standard Adam squares the mean over the whole batch, whatever pieces its gradient was accumulated from.
     micro = 0 if algorithm in ("standard", "halflife") else _whole(row, "micro_batch_size", where)
     warmup = _whole(row, "warmup_samples", where, empty=0)
+    for name in ("lr0", "batch_size", "max_batch_size"):
+        if not 0 < _number(row, name, where) < math.inf:
+            raise ValueError(f"{where}: {name} must be a finite number above 0, got {row[name]!r}")
     return Curve(
         row["model"],
         Series(algorithm, rule, micro, _whole(row, "max_batch_size", where), warmup),
