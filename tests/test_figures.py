@@ -294,6 +294,37 @@ def test_a_run_of_one_micro_batch_stands_for_every_algorithm_with_its_rule(tmp_p
     assert {run.batch_size for run in fewer.group("resnet-bn", own)} == {25}
 
 
+@pytest.mark.parametrize(
+    ("other", "stands"),
+    [
+        ({}, True),
+        ({"micro_batch_size": 50}, False),
+        ({"batch_size": 50}, False),
+        ({"batch_size": 50, "micro_batch_size": 50}, False),
+        ({"model": "resnet-ln"}, False),
+        ({"rule": "exponential"}, False),
+        ({"max_batch_size": 800}, False),
+        ({"warmup_samples": 1_000}, False),
+        ({"lr0": 1e-3}, False),
+        ({"seed": 1}, False),
+        ({"ramp": "25-100"}, False),
+    ],
+)
+def test_a_run_stands_for_no_other_where_anything_else_differs(other, stands, tmp_path):
+    one = {"rates": (1e-4,), "epochs": 2, "largest": 400}
+    (donor,) = {r["lr0"]: r for r in rows(algorithms=(("invariant", "linear"),), sizes=(25,), **one)}.values()
+    has = rows(algorithms=(("adama", "linear"),), sizes=(100,), **one)
+    results = load(write(tmp_path, [donor | other, *has]))
+    (series,) = {run.series for run in results.runs if run.series.algorithm == "adama"}
+    found = [run for run in results.runs if run.series == series and run.batch_size != 100]
+    assert [(run.model, run.batch_size, run.ramp) for run in found] == ([("resnet-bn", 25, "")] if stands else [])
+
+
+def test_where_all_tried_few_learning_rates_the_best_is_of_those(tmp_path):
+    results = load(write(tmp_path, rows(sizes=(25, 100), rates=(1e-5, 1e-4), epochs=2)))
+    assert {tuple(row.tried) for row in best(results, "resnet-bn", "train_loss")} == {(1e-5, 1e-4)}
+
+
 def test_a_mean_over_seeds_is_no_number_where_one_seed_has_none(tmp_path):
     found = rows(seeds=(0, 1), **SMALL)
     change(found, {"train_loss": math.nan}, algorithm="invariant", lr0=1e-3, batch_size=25, seed=1, epoch=3)

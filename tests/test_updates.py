@@ -90,6 +90,15 @@ def test_a_constant_gradient_moves_the_weights_by_the_learning_rate_at_any_batch
         assert torch.allclose(step, CONSTANT.sign(), rtol=0, atol=2e-6)  # torch's count of updates is a float32
 
 
+@pytest.mark.parametrize("kappa", [1, 4, 32])
+def test_adamas_epsilon_is_beside_the_root_of_its_own_v(kappa):
+    """η g/(√(g²/κ) + ε), where ε is no smaller than that root."""
+    tiny = torch.tensor([[1e-9, -1e-8, 1e-7]], dtype=torch.float64)
+    for step in steps("adama", "linear", [(kappa, 3)], lambda seen: tiny):
+        want = tiny / (tiny.abs() / math.sqrt(kappa) + 1e-8) / math.sqrt(kappa)
+        assert torch.allclose(step, want, rtol=1e-5, atol=0)
+
+
 @settings(max_examples=25)
 @given(legs=LEGS)
 def test_where_micro_batches_agree_standard_adam_is_invariant_adam_at_any_batch_sizes(legs):

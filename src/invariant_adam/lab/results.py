@@ -248,8 +248,7 @@ def _of_one_micro_batch(runs: Sequence[Curve]) -> Iterator[Curve]:
             continue
         for model, series, lr0, seed in wanted:
             alike = series[1] == run.series[1] and series[3:] == run.series[3:]  # rule, betas, warm-up
-            micro = run.batch_size in (series.micro_batch_size, run.series.micro_batch_size)
-            if (model, lr0, seed) == (run.model, run.lr0, run.seed) and alike and micro and one(series, run.batch_size):
+            if (model, lr0, seed) == (run.model, run.lr0, run.seed) and alike and one(series, run.batch_size):
                 yield run._replace(series=series)
 
 
