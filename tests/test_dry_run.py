@@ -37,6 +37,9 @@ def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     run = Run("resnet-bn", "standard", "square_root", 100, 25, 800, 1e-4, 0, 2, samples=8_000)
     row = dict.fromkeys(PER_EPOCH, 1.0) | {"epoch": 1, "samples": 8_000, "seconds": 16.0}
     store.save(run, [row, {**row, "epoch": 2, "samples": 16_000}], setup)
+    # The least of equal ones; neither small models nor ramps, which have two batch sizes.
+    for other, seconds in (({"seed": 1}, 32.0), ({"small": True}, 1.0), ({"ramp": "100-800"}, 1.0)):
+        store.save(run._replace(**other), [row | {"seconds": seconds}] * 2, setup)
     known, source = cost.costs(tmp_path, "cpu")
     assert known == {("resnet-bn", "standard", 100): 0.001}
     assert str(tmp_path) in source
@@ -49,6 +52,9 @@ def test_costs_come_from_finished_runs(tmp_path, monkeypatch):
     shipped, source = cost.costs(tmp_path / "nothing", "cuda")
     assert shipped == known
     assert source.startswith("runs on ")
+    # They are a GPU's and of whole models: a CPU's run, or a small one's, would be thought to take seconds, or hours.
+    assert cost.costs(tmp_path / "nothing", "cpu") == cost.costs(tmp_path, "cpu", small=True) == ({}, "")
+    assert cost.costs(tmp_path / "nothing", "cuda", small=True) == ({}, "")
     alone = {"model": "resnet-bn", "algorithm": "standard", "seconds": 5.0}
     cost.ship(tmp_path, "cpu", alone=[{**alone, "batch_size": size} for size in (100, 800)])
     shipped, _ = cost.costs(tmp_path / "nothing", "cuda")

@@ -21,7 +21,7 @@ from lab_runs import TINY, Told, invoke
 
 import invariant_adam
 from invariant_adam.cli import experiments
-from invariant_adam.lab import cost, data, grid, store, workers
+from invariant_adam.lab import data, grid, store, workers
 from invariant_adam.lab.grid import Choice
 from invariant_adam.lab.results import COLUMNS
 from invariant_adam.lab.runs import TASKS, Run
@@ -260,14 +260,10 @@ def test_a_budget_that_is_spent_begins_nothing(setup):
 
 def test_a_run_is_given_the_time_of_the_slowest_of_the_last(setup, monkeypatch, tmp_path):
     """By the least costs the second fits into the budget; the first took far more than that, so would the second."""
-    monkeypatch.setattr(cost, "SECONDS", tmp_path / "seconds.json")
     first, *_ = grid.plan("vit", "smoke", choice=TINY).runs
     second = first._replace(algorithm="standard", rule="square_root")
-    names = ("model", "algorithm", "batch_size", "seconds")
-    costs = [("vit", "invariant", first.batch_size, 1e-9), ("vit", "standard", first.batch_size, 1.0)]
-    cost.SECONDS.write_text(
-        json.dumps({"device": "one", "rows": [dict(zip(names, row, strict=True)) for row in costs]})
-    )
+    known = {("vit", "invariant", first.batch_size): 1e-9, ("vit", "standard", first.batch_size): 1.0}
+    monkeypatch.setattr(workers, "costs", lambda *_: (known, ""))
     bounded = setup._replace(deadline=time.time() + 1_000)
     told = Told()
     workers.make([second], bounded._replace(out=tmp_path / "alone"), told)
@@ -364,6 +360,7 @@ def test_a_budget_too_small_is_one_line(tmp_path):
     assert found.exit_code == 0, found.output
     (line,) = (line for line in found.stderr.splitlines() if "vit-" in line)
     assert line.startswith("--budget was too small for 12 runs, first vit-invariant-linear-B20-")
+    assert "-M5: the budget is spent; the same command goes on" in line
     assert "0 of 12 runs" in found.stdout
     empty = invoke(*words, "--shard", "13/13")
     assert empty.exit_code == 0

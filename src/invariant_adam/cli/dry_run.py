@@ -22,12 +22,7 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
     from ..lab.store import finished
 
     gpus = 1 if on_cpu else gpus
-    if plan.small:
-        known, source = {}, ""  # what was measured is of larger models
-    elif on_cpu:
-        known, source = cost.measured(setup.out, "cpu"), f"the runs in {setup.out}"
-    else:
-        known, source = cost.costs(setup.out, "cuda")
+    known, source = cost.costs(setup.out, "cpu" if on_cpu else "cuda", plan.small)
     left = [run for run in plan.runs if finished(run, setup, take=False) is None]
     done = len(plan.runs) - len(left)
     seconds = {run: cost.estimate(run, known) for run in plan.runs}

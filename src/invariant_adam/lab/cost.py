@@ -17,11 +17,16 @@ SECONDS = Path(__file__).with_name("seconds.json")  # measured seconds per sampl
 Costs = dict[tuple[str, str, int], float]  # (model, algorithm, batch size) -> seconds per sample, of the whole device
 
 
-def costs(out: Path, device: str) -> tuple[Costs, str]:
-    """Return measured costs and where they are from: the runs of a folder, else those that ship with the lab."""
+def costs(out: Path, device: str, small: bool = False) -> tuple[Costs, str]:
+    """Return measured costs and where they are from: the runs of a folder, else those that ship with the lab.
+
+    Those that ship are of a GPU, and all are of models that are not small: of others nothing is known.
+    """
     own = measured(out, device)
-    if own:
+    if own and not small:
         return own, f"the runs in {out}"
+    if small or device != "cuda":
+        return {}, ""
     shipped = record.read_json(SECONDS) or {"rows": []}
     found_costs = {(row["model"], row["algorithm"], row["batch_size"]): row["seconds"] for row in shipped["rows"]}
     return found_costs, f"runs on {shipped['device']}" if found_costs else ""

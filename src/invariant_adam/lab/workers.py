@@ -71,7 +71,7 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell, found: data.Images | da
     """
     device = torch.device(setup.device)
     sources: dict[str, Source] = {}
-    known, _ = costs(setup.out, setup.device)
+    known, _ = costs(setup.out, setup.device, setup.small)
     writers = _Logs(setup)
     at_once = setup.lanes * setup.workers
     pace = Pace(2 * setup.lanes)
