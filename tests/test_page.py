@@ -197,6 +197,14 @@ class TestInABrowser:
             assert 3 <= len(ticks) <= 12
             assert all(low <= tick <= low * factor for tick in ticks)
 
+    @pytest.mark.parametrize("value", [0.1, 1.0, 2.3])
+    @pytest.mark.parametrize("log", ["true", "false"])
+    def test_values_that_differ_by_rounding_have_an_axis(self, browser, value, log):
+        """As means over seeds do of an accuracy that never moves: an axis from one to the other would never end."""
+        ticks = browser.js(f"return scale([{value!r}, {math.nextafter(value, 9)!r}], {log}, 0, 1).ticks")
+        assert len(ticks) == len(set(ticks)) >= 3
+        assert ticks[0] < value < ticks[-1]
+
     def test_no_table_is_cut_off(self, browser):
         wide = "return [...document.querySelectorAll('.table')].filter((t) => t.scrollWidth > t.clientWidth).length"
         assert browser.js(wide) == 0

@@ -129,7 +129,8 @@ function logTicks(low, high) {
 function scale(values, log, from, to) {
   let [low, high] = [Math.min(...values), Math.max(...values)];
   const map = log ? Math.log : (value) => value;
-  const pad = 0.04 * (map(high) - map(low) || Math.abs(map(high)) || 1);
+  const [range, size] = [map(high) - map(low), log ? 1 : Math.abs(high) || 1];
+  const pad = 0.04 * (range > 1e-9 * size ? range : size); // what is closer differs by rounding, and has no ticks between
   [low, high] = log ? [low * Math.exp(-pad), high * Math.exp(pad)] : [low - pad, high + pad];
   const at = (value) => from + ((map(value) - map(low)) / (map(high) - map(low))) * (to - from);
   return { at, ticks: log ? logTicks(low, high) : linearTicks(low, high) };
