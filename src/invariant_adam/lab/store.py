@@ -27,7 +27,7 @@ FIELDS = {"run", "rows", "at_once", "device", "device_type", "torch", "python", 
 
 
 class Setup(NamedTuple):
-    """How a grid is run: what does not change its numbers, but the device and the data."""
+    """How a grid is run: what does not change its numbers, but the device, the precision and the data."""
 
     out: Path
     grid: str  # its name
