@@ -246,6 +246,9 @@ def test_a_text_of_ones_own_is_trained_on(setup, tmp_path):
         setup._replace(small=False, path=path),
     )
     assert found.digest() == store.digest("gpt", False, path) == data.text(path).digest()
+    for digest, name in ((found.digest(), "a text of the user's"), (data.SHAKESPEARE_DIGEST, "tinyshakespeare")):
+        own = setup._replace(small=False, digest=digest)
+        assert store.gather(grid.plan("gpt", "short"), own, "")["dataset"] == {"name": name, "sha256": digest}
 
 
 def test_a_budget_that_is_spent_begins_nothing(setup):

@@ -149,7 +149,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
         "missing": missing,
         "epochs": grid.runs[0].epochs,
         "samples": grid.runs[0].samples or "all",
-        "dataset": {"name": "made-up" if grid.small else TASKS[grid.model].dataset, "sha256": setup.digest},
+        "dataset": {"name": _dataset(grid, setup), "sha256": setup.digest},
         "devices": sorted({found["device"] for found in done.values()}),
         "precision": setup.precision,
         "seconds": sum(row["seconds"] for found in done.values() for row in found["rows"]),
@@ -161,6 +161,14 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
         result["date"] = max(found["date"] for found in made)
     record.write_json(setup.folder / "grid.json", result)
     return result
+
+
+def _dataset(grid: Grid, setup: Setup) -> str:
+    """What a grid's dataset is called: `--data` may be any text."""
+    if grid.small:
+        return "made-up"
+    known = setup.digest in (data.CIFAR10_DIGEST, data.SHAKESPEARE_DIGEST)
+    return TASKS[grid.model].dataset if known else "a text of the user's"
 
 
 def _listed(path: Path, key: str) -> list[Any]:
