@@ -455,11 +455,11 @@ def ramp_rows(found, figure):
             gaps = {size: _gaps(found, runs, model, series, lr0, size) for size in sizes}
             half = max((epoch for gap in gaps.values() for epoch in gap), default=0) / 2
             before = [abs(gap) for epoch, gap in gaps[sizes[0]].items() if epoch <= half]
-            texts = [f"{100 * max(before):.2f} %" if before else ""]
+            texts = [f"{max(before):.2f} %" if before else ""]
             for gap in gaps.values():
                 after = [change for epoch, change in sorted(gap.items()) if epoch > half]
                 worst = max(after, key=abs, default=math.nan)
-                texts.append(f"{100 * after[-1]:+.2f} %, {100 * worst:+.2f} %" if after else "")
+                texts.append(f"{after[-1]:+.2f} %, {worst:+.2f} %" if after else "")
             cells.append((title(model), found.label(model, series), rate(lr0), ramp.replace("-", " → "), *texts))
     if cells:
         yield "## (d) A batch size that changes in mid-run"
@@ -474,14 +474,11 @@ def ramp_rows(found, figure):
 
 
 def _gaps(found, runs, model, series, lr0, size):
-    """How much larger the training loss of a ramp is than that of a constant batch size, by epoch; same seeds."""
+    """How many percent the training loss of a ramp is above that of a constant batch size, by epoch; same seeds."""
     seeds = {run.seed for run in runs}
     constant = [run for run in found.group(model, series, lr0) if run.batch_size == size and run.seed in seeds]
     same = [run for run in runs if run.seed in {other.seed for other in constant}]
-    if not constant:
-        return {}
-    curve, base = (dict(zip(*measures.mean_curve(side, "train_loss"), strict=True)) for side in (same, constant))
-    return {epoch: curve[epoch] / base[epoch] - 1 for epoch in curve if epoch in base}
+    return dict(zip(*measures.difference(same, constant), strict=True)) if constant else {}
 
 
 def norm_rows(found, paper, figure):

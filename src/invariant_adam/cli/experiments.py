@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import math
 import re
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +21,7 @@ from .console import count, fail, fail_to_write, new_table, print_json, say, std
 from .options import InPrecision, Json, Where, device_of, numbers, precision_of
 
 if TYPE_CHECKING:
+    from ..lab.results import Results
     from ..lab.runs import Run
     from ..lab.store import Setup
 
@@ -226,7 +229,8 @@ def reproduce(
     from ..lab import grid as lab_grid
     from ..lab import store
     from ..lab.data import DataError
-    from ..lab.workers import draw, make, prepare
+    from ..lab.results import load
+    from ..lab.workers import make, prepare
 
     if dry_run and (device or preset is not Preset.smoke):
         where = device.value if device else "cuda"  # it is for GPUs that need not be here
@@ -286,6 +290,7 @@ def reproduce(
     if where == "cpu" and device is None and not plan.small and lines.done < len(mine):
         say("note: there is no GPU here, and on a CPU a grid of this size may take days; --preset smoke takes seconds")
     written: list[Path] = []
+    made: Results | None = None
     try:
         found = prepare(plan, setup, say) if lines.done < len(mine) else None
         setup.folder.mkdir(parents=True, exist_ok=True)  # before hours of work that it would be too late for
@@ -294,7 +299,8 @@ def reproduce(
         lines.sum_up()
         result = store.gather(plan, setup, command)
         if figures and result["finished"]:
-            written = draw(setup)
+            made = load(setup.folder)
+            written = _draw(made, setup.folder / "figures")
     except KeyboardInterrupt:
         if setup.folder.exists():
             store.gather(plan, setup, command)
@@ -312,11 +318,8 @@ def reproduce(
     if as_json:
         print_json(result)
     else:
-        if written:
-            from ..lab.measures import table
-            from ..lab.results import load
-
-            _print_spreads(table(load(setup.folder))["spreads"])
+        if made is not None:
+            _print_spreads(made)
         stdout.print(
             f"{result['finished']} of {result['runs']} runs of {plan.name} are finished: "
             f"{setup.folder / 'results.csv'} and grid.json",
@@ -418,8 +421,6 @@ def figures(
 
     Example: [cyan]invariant-adam figures runs/resnet-bn-curves-short[/cyan]
     """
-    from ..lab import figures as drawing
-    from ..lab import page
     from ..lab.measures import remarks, table
     from ..lab.results import load
 
@@ -428,7 +429,7 @@ def figures(
     out = out or results / "figures"
     try:
         found = load(results)
-        written = [*drawing.draw(found, out), page.write(found, out / "report.html")]
+        written = _draw(found, out)
     except ValueError as error:
         fail(error)
     except OSError as error:
@@ -436,32 +437,41 @@ def figures(
     if as_json:
         print_json(table(found) | {"remarks": remarks(found), "written": [str(path) for path in written]})
     else:
-        _print_spreads(table(found)["spreads"])
+        _print_spreads(found)
         for remark in remarks(found):
             stdout.print(f"[bold yellow]note:[/bold yellow] {escape(remark)}", soft_wrap=True)
     wrote(written)
 
 
-def _print_spreads(rows: list[dict[str, Any]]) -> None:
+def _draw(found: Results, out: Path) -> list[Path]:
+    """Write the figures and the report of results; return the files."""
+    from ..lab import figures as drawing
+    from ..lab import page
+
+    return [*drawing.draw(found, out), page.write(found, out / "report.html")]
+
+
+def _print_spreads(found: Results) -> None:
+    from ..lab.measures import spreads
     from ..lab.results import rate
 
-    def say(value: float | str | None) -> str:
-        return "" if value is None else "∞" if value == "inf" else f"{float(value):.3g}"
+    def say(value: float) -> str:
+        return "" if math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
 
     table = new_table("Spread over batch sizes of the log training loss")
     for name in ("model", "optimizer"):
         table.add_column(name)
     for name in ("η₀", "spread", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
-    for i, row in enumerate(rows):
-        last = i + 1 == len(rows) or (rows[i + 1]["model"], rows[i + 1]["label"]) != (row["model"], row["label"])
+    rows = spreads(found)
+    for row, after in zip_longest(rows, rows[1:]):
         table.add_row(
-            escape(row["model"]),
-            row["label"],
-            rate(row["lr0"]),
-            say(row["spread"]),
-            say(row["ratio"]),
-            end_section=last,
+            escape(row.model),
+            found.label(row.model, row.series),
+            rate(row.lr0),
+            say(row.spread.value),
+            say(row.ratio),
+            end_section=after is None or after[:2] != row[:2],
         )
     stdout.print(table)
     stdout.print("ratio: the spread of standard Adam, η ∝ √B, over the row's, over the same runs and epochs")

@@ -22,11 +22,11 @@ def costs(out: Path, device: str, small: bool = False) -> tuple[Costs, str]:
 
     Those that ship are of a GPU, and all are of models that are not small: of others nothing is known.
     """
-    own = measured(out, device)
-    if own and not small:
-        return own, f"the runs in {out}"
-    if small or device != "cuda":
+    if small:
         return {}, ""
+    own = measured(out, device)
+    if own or device != "cuda":
+        return own, f"the runs in {out}" if own else ""
     shipped = record.read_json(SECONDS) or {"rows": []}
     found_costs = {(row["model"], row["algorithm"], row["batch_size"]): row["seconds"] for row in shipped["rows"]}
     return found_costs, f"runs on {shipped['device']}" if found_costs else ""
@@ -61,8 +61,8 @@ def ship(out: Path, device: str, to: Path | None = None, alone: Iterable[dict[st
     known = measured(out, device)
     for row in alone:
         known[row["model"], row["algorithm"], row["batch_size"]] = row["seconds"] / training_set(row["model"])
-    files = [record.read_json(path) or {} for path in out.glob("*/*-lr*.json")]
-    devices = sorted({found["device"] for found in files if found.get("device_type") == device})
+    runs = (found for _, _, found in store.files(out, "*/*-lr*.json"))
+    devices = sorted({found["device"] for found in runs if found["device_type"] == device})
     names = ("model", "algorithm", "batch_size", "seconds")
     rows = [dict(zip(names, (*key, float(f"{value:.4g}")), strict=True)) for key, value in sorted(known.items())]
     return record.write_json(to or SECONDS, {"unit": "seconds per sample", "device": ", ".join(devices), "rows": rows})

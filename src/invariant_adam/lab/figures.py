@@ -24,6 +24,7 @@ from .measures import (
     at_samples,
     best,
     common_size,
+    difference,
     fixed_samples,
     in_common,
     level,
@@ -108,22 +109,10 @@ def _whole(results: Results, model: str, columns: Sequence[Series]) -> set[float
     return {lr0 for lr0, found in sizes.items() if len(found) == max(map(len, sizes.values()))}
 
 
-def paper_pair(results: Results, model: str) -> list[Series]:
-    """Return what the paper compares, as far as it is there: invariant Adam at the M of most runs, and its rival."""
-    ours = [series for series in _paper(results, model) if not series.warmup_samples][:1]
-    return [series for s in ours for series in (s, s.rival) if series in results.series(model)]
-
-
-def _paper(results: Results, model: str) -> list[Series]:
-    """Return the series of invariant Adam as in the paper, those of most runs first."""
-    paper = [s for s in results.series(model) if (s.algorithm, s.rule) == ("invariant", "linear")]
-    return sorted(paper, key=lambda series: -len(results.group(model, series)))
-
-
 def _questions(results: Results, model: str) -> Iterator[tuple[str, list[tuple[str, Series]]]]:
     """Yield what is compared with invariant Adam as in the paper, of most runs, in one thing alone."""
     every = results.series(model)
-    paper = _paper(results, model)
+    paper = results.paper(model)
     for ours in [s for s in paper if s._replace(rule="exponential") in every][:1]:
         yield "rules", [(model, ours), (model, ours._replace(rule="exponential"))]
     accumulated = {s.rival: s for s in every if s.algorithm == "accumulate"}
@@ -345,7 +334,7 @@ def difference_figure(results: Results, columns: Sequence[tuple[str, Series]]) -
         for ax, lr0, side in zip(axes, sides, runs, strict=True):
             groups = by_batch_size(side)
             for size, seeds in groups.items():
-                look.curve(ax, *_difference(seeds, next(iter(groups.values()))), lr0, size)
+                look.curve(ax, *difference(seeds, next(iter(groups.values()))), lr0, size)
             epoch_axis(ax)
     for row in zip(*grid, strict=True):
         difference_axes(row)
@@ -414,7 +403,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
             drawn: list[tuple[list[Curve], int, str]] = [(runs, size, "") for size, runs in groups.items()]
             drawn += [(runs, 0, name) for name, runs in ramped.items()]
             for runs, size, name in drawn:
-                for ax, (x, y) in ((above, mean_curve(runs, "train_loss")), (below, _difference(runs, base))):
+                for ax, (x, y) in ((above, mean_curve(runs, "train_loss")), (below, difference(runs, base))):
                     if name:
                         dash = dashes.get(name, "-")
                         ax.plot(x, y, color=dark(look.colours[lr0]), linewidth=1.8, linestyle=dash, marker=_dot(x))
@@ -438,14 +427,6 @@ def _titles(results: Results, model: str, columns: Sequence[Series]) -> list[str
     sizes = {series: sizes_said(by_batch_size(results.group(model, series))) for series in columns}
     more = {series: f", {sizes[series]}" * (len(set(sizes.values())) > 1) for series in columns}
     return [results.label(model, series) + more[series] for series in columns]
-
-
-def _difference(runs: Sequence[Curve], base: Sequence[Curve]) -> tuple[list[float], list[float]]:
-    """Return the epochs that both have, and by how many percent the training loss of `runs` is above that of `base`."""
-    above = dict(zip(*mean_curve(runs, "train_loss"), strict=True))
-    below = dict(zip(*mean_curve(base, "train_loss"), strict=True)) if base else {}
-    epochs = [epoch for epoch in above if epoch in below]
-    return epochs, [100 * (above[epoch] / below[epoch] - 1) for epoch in epochs]
 
 
 def _seeds(curves: Iterable[Sequence[Curve]]) -> str:

@@ -231,6 +231,14 @@ def mean_curve(runs: Sequence[Curve], metric: str) -> tuple[list[float], list[fl
     return epochs, [mean if math.isfinite(mean) else math.nan for mean in means]
 
 
+def difference(runs: Sequence[Curve], base: Sequence[Curve]) -> tuple[list[float], list[float]]:
+    """Return the epochs that both have, and by how many percent the training loss of `runs` is above that of `base`."""
+    above = dict(zip(*mean_curve(runs, "train_loss"), strict=True))
+    below = dict(zip(*mean_curve(base, "train_loss"), strict=True)) if base else {}
+    epochs = [epoch for epoch in above if epoch in below]
+    return epochs, [100 * (above[epoch] / below[epoch] - 1) for epoch in epochs]
+
+
 def fixed_samples(runs: Iterable[Curve]) -> float:
     """Return the largest number of samples after which every run that did not diverge was measured; nan if none."""
     counts = [set(run.columns["samples"]) for run in runs if run.diverged is None]

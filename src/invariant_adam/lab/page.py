@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import record
-from .figures import paper_pair
-from .measures import ranges, remarks, spreads
+from .measures import SpreadRow, ranges, remarks, spreads
 from .results import METRICS, MODELS, PER_EPOCH, Results, Series, rate
 from .style import rate_colours
 
@@ -67,11 +66,12 @@ def report(results: Results) -> str:
     """Return the report of a grid as HTML."""
     listed = [_folded(name, definitions(grid)) for name, grid in results.grids.items() if grid]
     said = [f"<li>{html.escape(remark)}</li>" for remark in remarks(results)]
+    rows = spreads(results)
     body = BODY.format(
         models=html.escape("; ".join(MODELS.get(model, model) for model in results.models)),
         runs=f"{results.made:,}",
-        table=_spreads(results),
-        ranges=_ranges(results),
+        table=_spreads(results, rows),
+        ranges=_ranges(results, rows),
         remarks=_folded(f"{len(said)} remarks", "<ul>\n" + "\n".join(said) + "\n</ul>") if said else "<p>None.</p>",
         grids="\n".join(listed) or "<p>The results came without a grid.json.</p>",
         data=_embed(_data(results)),
@@ -79,17 +79,21 @@ def report(results: Results) -> str:
     return frame("Invariant Adam: the report", body, (HERE / "page.js").read_text(encoding="utf-8"))
 
 
-def _spreads(results: Results) -> str:
+def _spreads(results: Results, rows: Sequence[SpreadRow]) -> str:
     return "\n".join(
-        _folded(MODELS.get(model, model), _spreads_of(results, model), shown=model == _first(results))
+        _folded(
+            MODELS.get(model, model),
+            _spreads_of(results, model, [row for row in rows if row.model == model]),
+            shown=model == _first(results),
+        )
         for model in results.models
     )
 
 
-def _spreads_of(results: Results, model: str) -> str:
+def _spreads_of(results: Results, model: str, measured: Sequence[SpreadRow]) -> str:
     order = _order(results, model)
     rows = []
-    for row in sorted((r for r in spreads(results) if r.model == model), key=lambda row: order.index(row.series)):
+    for row in sorted(measured, key=lambda row: order.index(row.series)):
         s = row.spread
         notes = [*s.notes]
         if math.isfinite(s.finite):
@@ -109,14 +113,14 @@ def _spreads_of(results: Results, model: str) -> str:
     return table(head, rows, classes={0: "text", 7: "notes"}, name=f"spreads-{results.models.index(model)}")
 
 
-def _ranges(results: Results) -> str:
+def _ranges(results: Results, measured: Sequence[SpreadRow]) -> str:
     rows = [
         (
             html.escape(MODELS.get(row.model, row.model)),
             html.escape(results.label(row.model, row.series)),
             *("none tried" if lr0 is None else rate(lr0) for lr0 in (row.holds_up_to, row.breaks_at)),
         )
-        for row in ranges(spreads(results))
+        for row in ranges(measured)
     ]
     head = ("model", "optimizer", "η₀ up to which it holds", "η₀ at which it breaks")
     return _folded(f"{len(rows)} optimizers", table(head, rows, classes={0: "text", 1: "text"}, name="critical"))
@@ -138,7 +142,7 @@ def _first(results: Results) -> str:
 
 def _order(results: Results, model: str) -> list[Series]:
     """The panels of a model: what the paper compares, then the rest."""
-    return list(dict.fromkeys([*paper_pair(results, model), *results.series(model)]))
+    return list(dict.fromkeys([*results.paper_pair(model), *results.series(model)]))
 
 
 def _data(results: Results) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def _data(results: Results) -> dict[str, Any]:
             {
                 "name": MODELS.get(model, model),
                 "series": [results.label(model, series) for series in order],
-                "ticked": len(paper_pair(results, model)) or len(order),  # so many of them, from the first
+                "ticked": len(results.paper_pair(model)) or len(order),  # so many of them, from the first
             }
             for model, order in orders.items()
         ],

@@ -119,6 +119,16 @@ class Results(NamedTuple):
             found, key=lambda s: (s.warmup_samples, algorithms.index(s.algorithm), rules.index(s.rule), s[2:])
         )
 
+    def paper(self, model: str) -> list[Series]:
+        """Every series of invariant Adam with the paper's rule, those of most runs first."""
+        paper = [s for s in self.series(model) if (s.algorithm, s.rule) == ("invariant", "linear")]
+        return sorted(paper, key=lambda series: -len(self.group(model, series)))
+
+    def paper_pair(self, model: str) -> list[Series]:
+        """What the paper compares, as far as it is there: invariant Adam at the M of most runs, and its rival."""
+        ours = [series for series in self.paper(model) if not series.warmup_samples][:1]
+        return [series for s in ours for series in (s, s.rival) if series in self.series(model)]
+
     def label(self, model: str, series: Series, among: Iterable[Series] = ()) -> str:
         """Name a series by what tells it from the others of its model, or from those of them that are `among`."""
         same = [s for s in tuple(among) or self.series(model) if s.algorithm == series.algorithm]

@@ -77,7 +77,7 @@ def finished(run: Run, setup: Setup, *, take: bool = True) -> dict[str, Any] | N
     places = [setup.folder / name, *sorted(path for path in setup.out.glob(f"*/{name}"))]
     for path in places:
         found = record.read_json(path)
-        if _settings(found) == run:
+        if _run_of(found) == run:
             if take and path != places[0]:
                 record.write_json(places[0], found)
             whole: dict[str, Any] = found
@@ -189,12 +189,12 @@ def files(folder: Path, pattern: str) -> Iterator[tuple[Path, Run, dict[str, Any
     """The finished runs that there are files of."""
     for path in sorted(folder.glob(pattern)):
         found = record.read_json(path)
-        run = _settings(found)
+        run = _run_of(found)
         if run is not None:
             yield path, run, found
 
 
-def _settings(found: Any) -> Run | None:
+def _run_of(found: Any) -> Run | None:
     """Return the run that a file is of, or None where it is damaged, or of one with other settings than runs have."""
     if not isinstance(found, dict) or not found.keys() >= FIELDS:
         return None

@@ -1,4 +1,4 @@
-"""The runs of a grid, made: several at once in a process, in one process or many; figures and report at the end."""
+"""The runs of a grid, made: several at once in a process, in one process or many."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import data, figures, page, results, store, timing, train
+from . import data, store, timing, train
 from .cost import Pace, cost, costs, estimate
 from .grid import MADE_UP_IMAGES, Grid
 from .runs import TASKS, Run
@@ -230,9 +229,3 @@ def _worker(setup: Setup, threads: int, tasks: Any, messages: Any) -> None:
         messages.put(("end", None, None))
         messages.close()
         messages.join_thread()
-
-
-def draw(setup: Setup) -> list[Path]:
-    """Draw the figures and the page of a grid; return what was written."""
-    found, out = results.load(setup.folder), setup.folder / "figures"
-    return [*figures.draw(found, out), page.write(found, out / "report.html")]
