@@ -168,6 +168,14 @@ def test_offline_it_says_what_it_tried_and_what_to_put_where(cache):
     assert not cache.exists() or not list(cache.iterdir())
 
 
+def test_a_cache_that_cannot_be_made_is_blamed_and_not_the_address(cache, monkeypatch):
+    (cache.parent / "a file").touch()
+    monkeypatch.setenv("INVARIANT_ADAM_DATA", str(cache.parent / "a file" / "cache"))
+    for find in (data.tinyshakespeare, data.cifar10):
+        with pytest.raises(data.DataError, match=r"cannot be written \(.*\); set INVARIANT_ADAM_DATA to a folder that"):
+            find()
+
+
 @pytest.mark.parametrize("sent", [1.0, 0.5, 0.0])
 def test_an_interrupted_download_leaves_nothing(sent, cache, monkeypatch):
     text = "to be, or not to be\n" * 500

@@ -402,8 +402,15 @@ def keep(found: Images | Text, tell: Tell) -> None:
 
 def _download(address: str, read: Callable[[Path], Any], tell: Tell) -> Any:
     """Fetch a file aside, read it, drop it: an interrupted download leaves nothing that could be taken for whole."""
-    root().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root(), prefix=".download-") as folder:
+    try:
+        root().mkdir(parents=True, exist_ok=True)
+        aside = tempfile.TemporaryDirectory(dir=root(), prefix=".download-")
+    except OSError as error:
+        raise DataError(
+            f"nothing was fetched, as {root()} cannot be written ({error}); set INVARIANT_ADAM_DATA to a folder "
+            "that can be"
+        ) from None
+    with aside as folder:
         path = Path(folder) / address.rsplit("/", 1)[-1]
         got, fifths = 0, 0
         try:
