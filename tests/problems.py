@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from invariant_adam import reference
-from invariant_adam.one_pass import pair
+from invariant_adam.fold import pair
 from invariant_adam.scaling import Hyperparameters, scale
 
 

@@ -13,8 +13,8 @@ from rank_pool import RankPool
 from torch import nn
 
 import invariant_adam as ia
-from invariant_adam import checks
 from invariant_adam.distributed.fsdp import FullySharded
+from invariant_adam.fold import checks
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invariant_adam import folding
+from invariant_adam.fold import scalars
 
 KAPPAS = st.lists(st.floats(0.25, 64), min_size=1, max_size=20)
 BETAS = st.tuples(st.floats(0, 0.9999), st.floats(0, 0.9999))
@@ -14,14 +14,14 @@ BETAS = st.tuples(st.floats(0, 0.9999), st.floats(0, 0.9999))
 
 def history(kappas, expected, betas, g=3.0):
     """Fold the constant gradient `g` through updates; return counters and the raw moments."""
-    counters, m, v = folding.fresh(), 0.0, 0.0
+    counters, m, v = scalars.fresh(), 0.0, 0.0
     for kappa, hat in zip(kappas, expected, strict=True):
         free = counters["debias1"] == 1.0
-        part = folding.begin_free() if free else folding.begin(counters, tuple(b**hat for b in betas), hat)
+        part = scalars.begin_free() if free else scalars.begin(counters, tuple(b**hat for b in betas), hat)
         m = part.keep[0] * m + part.b[0] * kappa * g
         v = part.keep[1] * v + part.b[1] * kappa * g * g
         part.kappa = kappa
-        counters = folding.close(counters, part, tuple(b**kappa for b in betas))
+        counters = scalars.close(counters, part, tuple(b**kappa for b in betas))
     return counters, m, v
 
 
@@ -29,7 +29,7 @@ def history(kappas, expected, betas, g=3.0):
 def test_a_constant_gradient_is_returned_after_any_history(kappas, data, betas):
     expected = data.draw(st.lists(st.floats(0.25, 64), min_size=len(kappas), max_size=len(kappas)))
     counters, m, v = history(kappas, expected, betas)
-    x, y = folding.debias(counters)
+    x, y = scalars.debias(counters)
     assert m / x == pytest.approx(3.0, rel=1e-9)
     assert v / y**2 == pytest.approx(9.0, rel=1e-9)
 
@@ -53,7 +53,7 @@ def test_expected_updates_owe_no_normaliser(kappas, betas):
 @given(st.integers(1, 50), BETAS)
 def test_updates_of_one_micro_batch_count_as_adam_does(steps, betas):
     counters, _, _ = history([1.0] * steps, [1.0] * steps, betas)
-    adam = folding.after_adam(betas, steps)
+    adam = scalars.after_adam(betas, steps)
     for key in ("debias1", "debias2", "noise"):
         assert counters[key] == pytest.approx(adam[key], rel=1e-6, abs=1e-300)
 

@@ -17,7 +17,8 @@ from problems import failing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invariant_adam import InvariantAdam, checks
+from invariant_adam import InvariantAdam
+from invariant_adam.fold import checks
 from invariant_adam.one_pass import UnsupportedUse, one_pass, pair
 from invariant_adam.one_pass.dispatch import State
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from invariant_adam import InvariantAdam, reference
-from invariant_adam.one_pass import pair
+from invariant_adam.fold import pair
 from invariant_adam.scaling import Hyperparameters
 
 

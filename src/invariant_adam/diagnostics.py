@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import folding
-from .ranks import whole
+from .fold import scalars
+from .fold.ranks import whole
 
 
 class NoiseScale(NamedTuple):
@@ -53,7 +53,7 @@ def noise_scale(optimizer: Any) -> NoiseScale:
     for state in optimizer.state.values():
         if state["debias1"] == 1.0:
             continue  # no gradient yet
-        x, y = folding.debias(state)
+        x, y = scalars.debias(state)
         left = state["noise"] / (1 - state["debias1"]) ** 2
         if not left < 1 - 1e-9:
             raise RuntimeError(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from . import folding
+from .fold import scalars
+from .fold.ranks import Team
+from .fold.update import Update
 from .kernels import adam as kernels
 from .optimizer import InvariantAdam
-from .ranks import Team
-from .update import Update
 
 WIDTH = 8  # numbers in a row of slots: see `kernels.adam`
 _ROWS = 1 << 14  # launches of one update at most
@@ -60,7 +60,7 @@ class Tape:
         }
 
     def arrive(
-        self, p: Tensor, part: folding.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
+        self, p: Tensor, part: scalars.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
     ) -> int:
         """Note a gradient; return its place."""
         if part.a is None:

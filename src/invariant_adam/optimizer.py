@@ -24,13 +24,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from . import checks, folding, hooks
 from .diagnostics import NoiseScale, noise_scale
+from .fold import checks, hooks, pair, scalars
+from .fold.ranks import Ranks, in_touch, placed
+from .fold.update import Fold, Update
 from .kernels import adam as kernels
-from .one_pass import pair
-from .ranks import Ranks, in_touch, placed
 from .scaling import RULES, check_decay, check_hyperparameters, check_keep, check_rho, find_rule
-from .update import Fold, Update
 
 if TYPE_CHECKING:
     from .graphs import Tape
@@ -45,7 +44,7 @@ _ONES = (1.0, 1.0)
 _SHARING = frozenset({"cuda", "xpu", "mps"})
 _QUEUE = 1 << 22
 _promote = cache(torch.promote_types)
-_COUNTERS = itemgetter(*folding.fresh())
+_COUNTERS = itemgetter(*scalars.fresh())
 
 UpdateHook = Callable[["InvariantAdam", int, int], None]
 
@@ -237,7 +236,7 @@ class InvariantAdam(Optimizer):
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()
             else:
-                state.update(folding.close(state, part, part.a), kappa=state["kappa"])
+                state.update(scalars.close(state, part, part.a), kappa=state["kappa"])
         self._update = Update()
         self.zero_grad()
 
@@ -367,7 +366,7 @@ class InvariantAdam(Optimizer):
         if now:
             self._launch(now)
 
-    def _is_whole(self, part: folding.Part, x: _Arrival) -> bool:
+    def _is_whole(self, part: scalars.Part, x: _Arrival) -> bool:
         """Whether a gradient is all that its parameter gets in this update, so that it may wait for `step`.
 
         Only a declared κ tells. A pair never waits: its two tensors would cost more memory than the pass is worth. Nor
@@ -379,7 +378,7 @@ class InvariantAdam(Optimizer):
         return part.kappa == x.kappa >= expected
 
     def _count(
-        self, p: Tensor, part: folding.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
+        self, p: Tensor, part: scalars.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
     ) -> tuple[tuple[float, float], tuple[float, float], int]:
         """Count a gradient of `p`; return keep, gain and its place on the tape: m ← keep₁·m + gain₁·g.
 
@@ -479,12 +478,12 @@ class InvariantAdam(Optimizer):
         slots = None if self._tape is None else self._tape.slots(m, [place])
         return kernels.Target(m, v, keep, gain, self._counter(p.device), slots)
 
-    def _part(self, p: Tensor) -> folding.Part:
+    def _part(self, p: Tensor) -> scalars.Part:
         """The part of `p` in the update that is open."""
         self._ranks.before(self, p)
         return self._update.parts.get(p) or self._begin(p)
 
-    def _begin(self, p: Tensor) -> folding.Part:
+    def _begin(self, p: Tensor) -> scalars.Part:
         """Plan the part of `p` in the update whose first gradient has come."""
         index, state = self._index(p), self.state[p]
         m, dtype = state["exp_avg"], _promote(p.dtype, self._state_dtype)
@@ -492,7 +491,7 @@ class InvariantAdam(Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].to(p.device, dtype)
         if state["debias1"] == 1.0:
-            return self._ranks.begin(folding.begin_free())
+            return self._ranks.begin(scalars.begin_free())
         history = (index, *_COUNTERS(state))
         part = self._update.begun.get(history)
         if part is None:
@@ -501,7 +500,7 @@ class InvariantAdam(Optimizer):
             expected = self._update.expected
             if expected is not None:  # of the whole update; of this parameter, its share in the last one
                 kappa = expected * (state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0)
-            part = self._update.begun[history] = folding.begin(state, self._betas(group, kappa), kappa)
+            part = self._update.begun[history] = scalars.begin(state, self._betas(group, kappa), kappa)
         return self._ranks.begin(part.copy())
 
     def _take(self, p: Tensor) -> _Arrival:
@@ -717,9 +716,9 @@ class InvariantAdam(Optimizer):
             lr, decay = checks.as_float(group["lr"]), group["weight_decay"]
             check_hyperparameters(lr, group["betas"], group["eps"], decay)
             betas = self._betas(group, kappa)
-            counters = folding.close(state, part, betas)
+            counters = scalars.close(state, part, betas)
             self._warn_of_surprise(part, betas[0])
-            x, y = folding.debias(counters)
+            x, y = scalars.debias(counters)
             rule, rho = RULES[group["rule"]], kappa * self._size / self._tuned
             keep = 1.0
             if decay and group["decoupled_weight_decay"]:
@@ -728,7 +727,7 @@ class InvariantAdam(Optimizer):
             moves.append(_Move(params, lr * rule.lr(rho) * y / x, group["eps"] * y, keep, counters))
         return moves
 
-    def _warn_of_surprise(self, part: folding.Part, beta: float) -> None:
+    def _warn_of_surprise(self, part: scalars.Part, beta: float) -> None:
         """Warn once when an update is so unlike the one before that its averages forget far more or less than meant."""
         if part.a is None or self._warned:
             return
@@ -848,7 +847,7 @@ class InvariantAdam(Optimizer):
                 state[key] = placed(saved[key].detach(), p).to(p.device, self._moment_dtype(p), copy=True)
             step = float(state["step"])
             state["step"] = torch.tensor(step)
-            for key, value in folding.after_adam(group["betas"], step).items():
+            for key, value in scalars.after_adam(group["betas"], step).items():
                 state.setdefault(key, value)
         self._update, self._bound = Update(), []
         self._bind()
@@ -897,7 +896,7 @@ class InvariantAdam(Optimizer):
                 state = self.state[p]
                 if not state:  # made eagerly: torch.distributed.checkpoint looks for it before the first step
                     m, v = (torch.zeros_like(p, dtype=self._moment_dtype(p), requires_grad=False) for _ in "mv")
-                    state |= {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v, **folding.fresh()}
+                    state |= {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v, **scalars.fresh()}
                 if p in self._hooked:
                     continue
                 if not p.requires_grad:
@@ -913,6 +912,19 @@ class InvariantAdam(Optimizer):
                 self._hooked.add(p)
                 hooks.own(p, self, hook=self._fold_in == "backward")
         return missing
+
+    @property
+    def queue(self) -> InvariantAdam:
+        """What one pass hands its pairs to."""
+        return self
+
+    def bind(self) -> None:
+        """Look for parameters that were unfrozen, and refuse those that another optimizer has taken over."""
+        self._bind()
+
+    def target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Target | None:
+        """Let a kernel fold the pair of `p` itself."""
+        return self._target(p, kappa, scale)
 
     def on_taken(self, p: Tensor) -> None:
         """Note that another optimizer folds the gradients of `p` from now on."""
@@ -993,4 +1005,4 @@ class _Move(NamedTuple):
     size: float
     eps: float
     decay: float
-    counters: folding.Counters
+    counters: scalars.Counters

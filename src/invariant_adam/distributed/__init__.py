@@ -1,6 +1,6 @@
 """Training on several ranks: their micro-batches in one update, and checkpoints that survive any of them."""
 
-from ..ranks import LostRankError
+from ..fold.ranks import LostRankError
 from .checkpoint import latest, load_latest, save
 from .prepare import last_backward, prepare
 

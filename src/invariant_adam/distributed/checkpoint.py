@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
 
+from ..fold.ranks import in_touch
 from ..optimizer import InvariantAdam
-from ..ranks import in_touch
 
 T = TypeVar("T")
 Group = Any  # a torch.distributed.ProcessGroup, which builds of torch without distributed lack

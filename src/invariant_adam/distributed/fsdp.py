@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import folding, hooks
-from ..checks import need_torch
-from ..one_pass import pair
+from ..fold import hooks, pair, scalars
+from ..fold.checks import need_torch
+from ..fold.ranks import ONES, Received, Team
 from ..one_pass.dispatch import State
 from ..one_pass.groups import UnsupportedUse
 from ..one_pass.handles import Entry
-from ..ranks import ONES, Received, Team
 from .wire import reduce_scatter, scatter_sum_narrow
 
 if TYPE_CHECKING:
@@ -308,7 +307,7 @@ class FullySharded(Team):
         return grad, square, self.size * weight, scale
 
     def absorb(  # noqa: D102 - as Ranks has it
-        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[folding.Part], arrivals: list[Any]
+        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[scalars.Part], arrivals: list[Any]
     ) -> bool:
         for p, x in zip(params, arrivals, strict=True):
             if x.square is None and self.size > 1:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..ranks import copy_first
+from ..fold.ranks import copy_first
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -206,7 +206,7 @@ def _check_alike(model: nn.Module, optimizer: InvariantAdam, group: dist.Process
     """Refuse ranks whose models or optimizers are not the same, before anything is sent that must be."""
     import torch.distributed as dist
 
-    from ..folding import fresh
+    from ..fold.scalars import fresh
 
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     tensors = (*model.named_parameters(), *model.named_buffers())

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import folding
-from ..ranks import ONES, Team, in_pieces, in_touch, whole
+from ..fold import scalars
+from ..fold.ranks import ONES, Team, in_pieces, in_touch, whole
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
@@ -111,7 +111,7 @@ class Replicated(Team):
         self.buckets = [Bucket(params) for params in [*full, *filling.values()]]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
 
-    def begin(self, part: folding.Part) -> folding.Part:  # noqa: D102
+    def begin(self, part: scalars.Part) -> scalars.Part:  # noqa: D102
         part.keep = (part.keep[0] * self.share, part.keep[1] * self.share)
         return part
 

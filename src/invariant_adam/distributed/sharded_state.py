@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .. import folding, hooks
+from ..fold import hooks, scalars
+from ..fold.ranks import ONES, Team, in_pieces
 from ..kernels import adam as kernels
-from ..ranks import ONES, Team, in_pieces
 from .wire import all_gather, scatter_sum, scatter_sum_narrow
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class ShardedState(Team):
     # ---------------------------------------------------------------- gradients -> pieces of the moments
 
     def absorb(  # noqa: D102
-        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[folding.Part], arrivals: list[Any]
+        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[scalars.Part], arrivals: list[Any]
     ) -> bool:
         task = torch._C._current_graph_task_id()
         optimizer._update.parts |= zip(params, parts, strict=True)

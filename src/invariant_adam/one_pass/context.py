@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from .. import hooks
-from ..checks import need_torch
-from . import batch_norm, pair
+from ..fold import hooks, pair
+from ..fold.checks import need_torch
+from . import batch_norm
 from .check import verify
 from .dispatch import OnePassParameter
 from .engine import Engine
@@ -450,7 +450,7 @@ def _bind(into: InvariantAdam) -> None:
 
     if not isinstance(into, InvariantAdam):
         raise TypeError(f"into= must be an InvariantAdam, got {type(into).__name__}")
-    into._bind()
+    into.queue.bind()
 
 
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..fold.pair import Taker
 from ..kernels.gemm_square import wide
 from .groups import UnsupportedUse
-from .pair import Taker
 from .probe import same
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ..fold import pair
 from ..kernels import conv_square as convolutions
 from ..kernels import gemm_square as kernels
 from ..kernels.conv_square import Geometry
 from ..kernels.ops import operator
-from . import pair
 from .groups import UnsupportedUse
 from .handles import Entry, Handle
 
@@ -93,7 +93,7 @@ class Sink:
         if fused is not None and convolutions.takes_fused(G, X, geo):
             config = fused.best(G, X, geo, c)
             if fused.folds(config, G, geo, entry.param):
-                target = self.optimizer._target(entry.param, self.kappa, self.scale)
+                target = self.optimizer.queue.target(entry.param, self.kappa, self.scale)
                 if target is not None:
                     fused.conv_square(G, X, geo, c, into=target, config=config)
                     return None
@@ -102,7 +102,7 @@ class Sink:
     def _products(self, entry: Entry, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         fused = kernels.fused
         if fused is not None and kernels.takes_fused(G) and entry.param.is_contiguous():
-            target = self.optimizer._target(entry.param, self.kappa, self.scale)
+            target = self.optimizer.queue.target(entry.param, self.kappa, self.scale)
             if target is not None:
                 fused.gemm_square(G, X.to(G.dtype), c, into=target)
                 return

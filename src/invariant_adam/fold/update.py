@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, folding, hooks
+from . import checks, hooks, scalars
 
 # Counts are sums of n/M; two that should be equal may differ by rounding.
 _ROUNDING = 1 + 1e-9
@@ -30,9 +30,9 @@ class Fold(NamedTuple):
 class Update:
     """What is folded into an update that no step has closed yet."""
 
-    parts: dict[Tensor, folding.Part] = field(default_factory=dict)
+    parts: dict[Tensor, scalars.Part] = field(default_factory=dict)
     # Parts that begin alike, by the history they go on from: nearly all parameters share one.
-    begun: dict[Any, folding.Part] = field(default_factory=dict)
+    begun: dict[Any, scalars.Part] = field(default_factory=dict)
     # Weight of each micro-batch, by the autograd task or the fold() call that brought it.
     micro_batches: dict[int, float] = field(default_factory=dict)
     unfinished: set[int] = field(default_factory=set)  # autograd tasks that have not come to their end

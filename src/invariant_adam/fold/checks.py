@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .scaling import check_hyperparameters
+from ..scaling import check_hyperparameters
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

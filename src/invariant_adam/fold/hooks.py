@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .one_pass import pair
+from . import pair
 
 
 class Folder(Protocol):

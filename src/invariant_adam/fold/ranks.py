@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import checks, folding
+from . import checks, scalars
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from .optimizer import InvariantAdam
+    from ..optimizer import InvariantAdam
     from .update import Update
 
 ONES = (1.0, 1.0)
@@ -38,7 +38,7 @@ class Ranks:
     waits = True  # whether a gradient may wait for the step, to be folded as the weights move
     last = False  # the backward that runs is the last of this rank's update
 
-    def begin(self, part: folding.Part) -> folding.Part:
+    def begin(self, part: scalars.Part) -> scalars.Part:
         """Plan a parameter's part in an update as this rank's."""
         return part
 
@@ -50,7 +50,7 @@ class Ranks:
         return None
 
     def absorb(
-        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[folding.Part], arrivals: list[Any]
+        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[scalars.Part], arrivals: list[Any]
     ) -> bool:
         """Take gradients that are not to be folded here and now; False leaves the fold to the optimizer."""
         return False
