@@ -426,7 +426,7 @@ def exact_run(mode, how, device, alone):
     opt = ia.InvariantAdam(model.parameters(), **HYPER, eps=EPS["net"], micro_batch_size=MICRO)
     if mode != "none":
         ia.distributed.prepare(wrapped, opt, shard_state=mode == "shard_state")
-        opt._ranks.alone = alone
+        opt.queue.reducer.alone = alone
     for micro_batches in data:
         if how == "one pass":
             ids, targets = (torch.cat(x) for x in zip(*micro_batches, strict=True))

@@ -32,7 +32,7 @@ from invariant_adam.kernels import (
     gemm_square_triton,
     sums_triton,
 )
-from invariant_adam.kernels.adam import Target
+from invariant_adam.kernels.adam import Fold
 from invariant_adam.kernels.conv_square import Geometry
 
 
@@ -87,9 +87,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def into(*shape: int, slots: bool = False) -> Target:
+def into(*shape: int, slots: bool = False) -> Fold:
     row = empty(8) if slots else None
-    return Target(empty(*shape), empty(*shape), (0.9, 0.99), (0.1, 0.01), empty(1, dtype=torch.int64)[0], row)
+    return Fold(empty(*shape), empty(*shape), (0.9, 0.99), (0.1, 0.01), empty(1, dtype=torch.int64)[0], row)
 
 
 def adam(dtype: torch.dtype, few: bool) -> None:

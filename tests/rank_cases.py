@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import invariant_adam as ia
-from invariant_adam import optimizer
+from invariant_adam.fold import queue as fold_queue
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "micro_batch_size": 4, "tuned_batch_size": 8}
 
@@ -88,13 +88,13 @@ def train(
             x = torch.cat([micro_batch(index, dtype) for index in update[rank]])
             with ia.one_pass(model, micro_batch_size=4, check=not isinstance(model, FSDPModule)):
                 loss(model, x).backward()
-            if opt._fold_in == "call":
+            if not opt.queue.in_backward:
                 opt.fold()
         for i, index in enumerate([] if one_pass else update[rank]):
             final = last and i == len(update[rank]) - 1
             with ia.distributed.last_backward(opt) if final else contextlib.nullcontext():
                 loss(model, micro_batch(index, dtype), skips and index % 3 == 0).backward()
-            if opt._fold_in == "call":
+            if not opt.queue.in_backward:
                 opt.fold()
         opt.step()
 
@@ -110,7 +110,7 @@ def alone(
     """The same updates in one process, which must know nothing of the group."""
     model = Net(dtype)
     opt = ia.InvariantAdam(groups(model, mixed), **(OPTIONS | options))
-    opt._ranks.agree = lambda optimizer, check: check()
+    opt.queue.reducer.reduce_update = lambda queue, check: check()
     train(model, opt, [[[i for part in update for i in part]] for update in updates], 0, expect, skips=skips)
     return model, opt
 
@@ -159,7 +159,7 @@ def replicated(
     mixed: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    optimizer._SHARING = frozenset({"cpu"} if queue else {"cuda"})  # gradients wait for others, as on an accelerator
+    fold_queue.SHARING = frozenset({"cpu"} if queue else {"cuda"})  # gradients wait for others, as on an accelerator
     model = Net(torch.float64)
     with torch.no_grad():
         for p in model.parameters():
@@ -167,9 +167,9 @@ def replicated(
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
     opt = ia.InvariantAdam(groups(model, mixed), **(OPTIONS | options))
     ia.distributed.prepare(wrapped, opt, **(prepare or {}))
-    opt._ranks.bucket_bytes, opt._ranks.kinds = bucket, {}
+    opt.queue.reducer.bucket_bytes, opt.queue.reducer.kinds = bucket, {}
     train(wrapped, opt, updates, dist.get_rank(), expect, last, not one_pass, one_pass)
-    optimizer._SHARING = frozenset({"cuda"})
+    fold_queue.SHARING = frozenset({"cuda"})
     twin, judge = alone(updates, torch.float64, expect, not one_pass, mixed, **options)
     found = differences(model, opt, twin, judge)
     same = same_on_all_ranks([*model.parameters(), *(full(s["exp_avg_sq"]) for s in opt.state.values())])
@@ -239,7 +239,7 @@ def tensor_and_data_parallel() -> dict[str, float]:
         ia.distributed.prepare(model, opt)
         raise AssertionError("which ranks see different data was not asked")
     ia.distributed.prepare(model, opt, device_mesh=mesh["dp"])
-    opt._ranks.bucket_bytes = 300
+    opt.queue.reducer.bucket_bytes = 300
     train(model, opt, updates, mesh["dp"].get_local_rank(), skips=False)
     twin, judge = alone(updates, torch.float64, skips=False)
     return differences(model, opt, twin, judge)
@@ -407,7 +407,7 @@ def refuses_one_pass_without_a_check() -> None:
     opt.step()
     twin = Twice()
     judge = ia.InvariantAdam(twin.parameters(), **OPTIONS)
-    judge._ranks.agree = lambda optimizer, check: check()
+    judge.queue.reducer.reduce_update = lambda queue, check: check()
     for rank in range(dist.get_world_size()):
         for part in micro_batch(rank, torch.float32, 8).split(4):
             loss(twin, part).backward()
@@ -669,7 +669,7 @@ def buffers_and_compile() -> dict[str, Any]:
     opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
     ia.distributed.prepare(ddp, opt)
     judge = ia.InvariantAdam(plain.parameters(), **OPTIONS)
-    judge._ranks.agree = lambda optimizer, check: check()
+    judge.queue.reducer.reduce_update = lambda queue, check: check()
     for t in range(3):
         x = micro_batch(2 * t + rank, torch.float64)
         (ddp(x) - x[:, :3].sin()).square().mean().backward()

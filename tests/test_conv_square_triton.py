@@ -16,7 +16,7 @@ from torch import nn
 import invariant_adam as ia
 from invariant_adam.kernels import chip, tuning
 from invariant_adam.kernels import conv_square as kernels
-from invariant_adam.kernels.adam import Target
+from invariant_adam.kernels.adam import Fold
 from invariant_adam.kernels.conv_square import Geometry, conv_backward
 
 twin = pytest.importorskip("invariant_adam.kernels.conv_square_triton")
@@ -297,7 +297,7 @@ def test_folds_into_moments(way, pieces, channels_last):
     ]
     config = first_of_each_way(G, X, geo)[way]._replace(pieces=pieces)
     assert ways.folds(config, G, geo, m)
-    ways.conv_square(G, X, geo, into=Target(m, v, keep, gain, count), config=config)
+    ways.conv_square(G, X, geo, into=Fold(m, v, keep, gain, count), config=config)
     assert close((m, v), want, 1e-5)
     assert count.item() == 20 * 9
 

@@ -10,11 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_cases import spread_over as spread
 from rank_pool import RankPool
-from torch import nn
-
-import invariant_adam as ia
-from invariant_adam.distributed.fsdp import FullySharded
-from invariant_adam.fold import checks
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +43,6 @@ def test_replicas_equal_one_process(pool, ddp, updates, how):
 
 
 CLOSE = {"w": 1e-6, "m": 1e-6, "v": 1e-6, "counters": 1e-9, "samples": 0}
-
-
-def test_fsdp_needs_a_torch_that_was_tried(monkeypatch):
-    monkeypatch.setattr(checks, "OLDEST", "99.0")
-    model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match=r"FSDP2 needs torch 99\.0 or newer.*use DDP"):
-        FullySharded(model, ia.InvariantAdam(model.parameters()))
 
 
 @pytest.mark.parametrize("fold", ["backward", "call"])

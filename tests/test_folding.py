@@ -17,11 +17,11 @@ def history(kappas, expected, betas, g=3.0):
     counters, m, v = scalars.fresh(), 0.0, 0.0
     for kappa, hat in zip(kappas, expected, strict=True):
         free = counters["debias1"] == 1.0
-        part = scalars.begin_free() if free else scalars.begin(counters, tuple(b**hat for b in betas), hat)
-        m = part.keep[0] * m + part.b[0] * kappa * g
-        v = part.keep[1] * v + part.b[1] * kappa * g * g
-        part.kappa = kappa
-        counters = scalars.close(counters, part, tuple(b**kappa for b in betas))
+        tally = scalars.begin_free() if free else scalars.begin(counters, tuple(b**hat for b in betas), hat)
+        m = tally.keep[0] * m + tally.b[0] * kappa * g
+        v = tally.keep[1] * v + tally.b[1] * kappa * g * g
+        tally.kappa = kappa
+        counters = scalars.close(counters, tally, tuple(b**kappa for b in betas))
     return counters, m, v
 
 

@@ -10,7 +10,8 @@ from problems import flat
 from torch import nn
 
 import invariant_adam as ia
-from invariant_adam import graphs, optimizer
+from invariant_adam import graphs
+from invariant_adam.fold import queue
 from invariant_adam.kernels import adam as kernels
 
 try:
@@ -93,7 +94,7 @@ def test_replays_are_eager_updates(twin, kappa, expect, options, sharing, monkey
     if twin == "triton":
         monkeypatch.setattr(kernels, "_serving", lambda *lists: adam_triton)
     if sharing:
-        monkeypatch.setattr(optimizer, "_SHARING", frozenset({"cpu"}))
+        monkeypatch.setattr(queue, "SHARING", frozenset({"cpu"}))
     dtype = torch.float64 if twin == "torch" else torch.float32
     made = [make(dtype, kappa, expect, **options) for _ in range(2)]
     schedules = [ia.SampleLambdaLR(opt, ia.warmup_cosine(warmup=40, total=100 * kappa)) for _, opt, _ in made]

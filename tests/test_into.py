@@ -180,7 +180,7 @@ def test_backwards_that_accumulate_nothing(compiled):
         assert opt.kappa == 0
         assert grad.any()
         value.backward()
-    assert {part.kappa for part in opt._update.parts.values()} == {4.0}
+    assert {part.kappa for part in opt.queue.update.tallies.values()} == {4.0}
     opt.step()
     for named in (model[0], model[2]):
         with pytest.raises(RuntimeError, match=r"backward\(inputs"), ia.one_pass(run, 2, into=opt):
@@ -196,7 +196,7 @@ def test_parameters_of_another_optimizer_and_of_another_context():
     model[0].requires_grad_(True)  # seen when the context opens
     with ia.one_pass(model, 2, into=opt):
         model(x).square().mean().backward()
-    assert len(opt._update.parts) == 4
+    assert len(opt.queue.update.tallies) == 4
     opt.step()
     with ia.one_pass(model, 2, into=opt):
         value = model(x).square().mean()

@@ -30,7 +30,7 @@ def train(model, opt, updates, seed=1, kappa=2):
     for _ in range(updates):
         for _ in range(kappa):
             loss(model, next(data)).backward()
-            if opt._fold_in == "call":
+            if not opt.queue.in_backward:
                 opt.fold()
         opt.step()
 
@@ -50,7 +50,7 @@ def test_at_most_one_gradient_is_alive_after_its_hook():
 
     def watch(p):
         alive.append((weakref.ref(p.grad.untyped_storage()), p.grad.untyped_storage().nbytes()))
-        opt.on_grad(p)
+        opt.queue.on_grad(p)
         peak.append(sum(n for storage, n in alive if storage() is not None))
 
     for p in model.parameters():
@@ -585,7 +585,7 @@ def test_a_kernel_that_folds_its_pair_itself_makes_the_same_update(maximize):
         for _ in range(2):
             g, square = torch.randn(5), torch.rand(5)
             put(w, g.clone(), square.clone(), kappa)
-            target = other._target(twin, kappa, scale=(0.5, 0.25))
+            target = other.queue.target(twin, kappa, scale=(0.5, 0.25))
             target.exp_avg.mul_(target.keep[0]).add_(2 * g, alpha=target.gain[0])
             target.exp_avg_sq.mul_(target.keep[1]).add_(4 * square, alpha=target.gain[1])
         assert other.kappa == one.kappa == 2 * kappa
@@ -597,10 +597,10 @@ def test_a_kernel_that_folds_its_pair_itself_makes_the_same_update(maximize):
 
 def test_what_is_more_than_a_sum_is_not_left_to_a_kernel():
     w, wide = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5).double())
-    assert InvariantAdam([w], weight_decay=0.1, decoupled=False)._target(w, 2.0) is None
-    assert InvariantAdam([w], max_micro_norm=1.0)._target(w, 2.0) is None
+    assert InvariantAdam([w], weight_decay=0.1, decoupled=False).queue.target(w, 2.0) is None
+    assert InvariantAdam([w], max_micro_norm=1.0).queue.target(w, 2.0) is None
     opt = InvariantAdam([wide])
-    assert opt._target(wide, 2.0) is None
+    assert opt.queue.target(wide, 2.0) is None
     assert opt.kappa == 0
 
 

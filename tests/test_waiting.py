@@ -12,7 +12,8 @@ import torch
 from problems import batches, failing, flat, loss, mlp
 from torch import nn
 
-from invariant_adam import InvariantAdam, one_pass, optimizer
+from invariant_adam import InvariantAdam, one_pass
+from invariant_adam.fold import queue
 from invariant_adam.kernels import adam as kernels
 
 
@@ -34,7 +35,7 @@ def launches(monkeypatch):
 @pytest.fixture
 def sharing(monkeypatch):
     """Share launches on the CPU too."""
-    monkeypatch.setattr(optimizer, "_SHARING", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(queue, "SHARING", frozenset({"cpu", "cuda"}))
 
 
 def run(model, opt, data, expect):
@@ -101,10 +102,10 @@ def test_gradients_that_wait_are_freed_by_the_step():
     loss(model, x).backward()
     assert opt.kappa == 1
     assert all(p.grad is None for p in model.parameters())
-    assert len(opt._update.late) == 6
+    assert len(opt.queue.update.late) == 6
     opt.step()
     gc.collect()
-    assert not opt._update.late
+    assert not opt.queue.update.late
 
 
 def test_a_second_gradient_folds_the_first_and_is_refused():
@@ -113,7 +114,7 @@ def test_a_second_gradient_folds_the_first_and_is_refused():
     opt.expect(1)
     for x in data:
         loss(model, x).backward()
-    assert not opt._update.late
+    assert not opt.queue.update.late
     with pytest.raises(RuntimeError, match=r"2 gradients where expect\(1\)"):
         opt.step()
     opt.abandon()
@@ -219,10 +220,10 @@ def test_small_gradients_share_a_launch(sharing, launches, kappa, monkeypatch):
         for x in data[i * kappa :][:kappa]:
             loss(model, x).backward()
         assert launches == [("fold", 6)] * kappa
-        assert not opt._update.queue
+        assert not opt.queue.update.queued
         opt.step()
         launches.clear()
-    monkeypatch.setattr(optimizer, "_SHARING", frozenset())
+    monkeypatch.setattr(queue, "SHARING", frozenset())
     other = InvariantAdam(twin.parameters())
     for i in range(2):
         for x in data[i * kappa :][:kappa]:
@@ -232,7 +233,7 @@ def test_small_gradients_share_a_launch(sharing, launches, kappa, monkeypatch):
 
 
 def test_the_queue_is_bounded_and_leaves_large_ones_alone(sharing, launches, monkeypatch):
-    monkeypatch.setattr(optimizer, "_QUEUE", 25)  # the first weight has 35 elements
+    monkeypatch.setattr(queue, "ROOM", 25)  # the first weight has 35 elements
     model = mlp()
     opt = InvariantAdam(model.parameters())
     loss(model, batches(1)[0]).backward()
@@ -257,7 +258,7 @@ def test_pairs_of_one_pass_share_a_launch(sharing, launches):
 
 
 def test_pairs_wait_within_bounds(sharing, launches, monkeypatch):
-    monkeypatch.setattr(optimizer, "_QUEUE", 25)
+    monkeypatch.setattr(queue, "ROOM", 25)
     model, x = mlp(), batches(1, size=8)[0]
     opt = InvariantAdam(model.parameters(), micro_batch_size=2)
     with one_pass(model, 2):
@@ -270,7 +271,7 @@ def test_pairs_wait_within_bounds(sharing, launches, monkeypatch):
 
 @pytest.mark.filterwarnings("default")  # tracing warns
 def test_pairs_of_a_compiled_graph_are_folded_together(sharing, launches, monkeypatch):
-    monkeypatch.setattr(optimizer, "_QUEUE", 25)
+    monkeypatch.setattr(queue, "ROOM", 25)
     torch._dynamo.reset()
     model, twin, data = mlp(), mlp(), batches(3, size=8)
     compiled = torch.compile(model, backend="aot_eager")
@@ -341,7 +342,7 @@ def test_a_failed_backward_with_a_queue(sharing):
     with pytest.raises(RuntimeError, match="did not come to its end"):
         opt.step()
     opt.abandon()
-    assert not opt._update.queue
+    assert not opt.queue.update.queued
     before = b.tolist()
     (a * b).sum().backward()
     opt.step()

@@ -2,6 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+
+if torch.__version__ < "2.11":  # torch compares them as versions
+    raise ImportError(
+        f"invariant_adam needs torch 2.11 or newer, the oldest it is tested with, and this is {torch.__version__}; "
+        "update torch"
+    )
+
 from . import reference, scaling
 from .graphs import capture
 from .one_pass import UnsupportedUse, explain, one_pass

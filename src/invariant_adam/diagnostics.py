@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .fold import scalars
-from .fold.ranks import whole
+from .fold.moments import whole
 
 
 class NoiseScale(NamedTuple):

@@ -1,9 +1,10 @@
 """`capture`: a whole update, from forward to step, as one CUDA graph.
 
 A graph repeats launches with the arguments they were captured with, and an update's scalars change from update to
-update. So the launches of a captured update read them from the device, one row of slots each; the optimizer writes on a
-`Tape` what came when, and before each replay goes through its own arithmetic again, without a launch, to fill the rows.
-Counters, schedules and debiasing advance on the host exactly as in an eager update.
+update. So the launches of a captured update read them from the device, one row of slots each. A `Recorder` stands in
+the queue's launcher during the capture and notes what came when. Before each replay the optimizer goes through the same
+update again with a `Replay` there, which launches nothing and fills the rows. So counters, schedules and debiasing
+advance on the host exactly as in an eager update.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .fold import scalars
-from .fold.ranks import Team
+from .fold.launcher import Launcher, Step
+from .fold.pair import Pair
+from .fold.queue import FoldQueue
+from .fold.scalars import Tally
 from .fold.update import Update
 from .kernels import adam as kernels
 from .optimizer import InvariantAdam
@@ -29,80 +32,102 @@ _BUFFERS = 4  # updates that the host may be ahead
 _BLANK = (0.0,) * 4
 
 
-class Arrival(NamedTuple):
-    """A gradient that a captured update counts: the arguments of `InvariantAdam._count`."""
-
-    param: Tensor
-    kappa: float
-    scale: tuple[float, float]
-    paired: bool
-    signed: bool
-
-
-class Launch(NamedTuple):
-    """A launch of a captured update: whose scalars its row holds, the same for all of them."""
+class Row(NamedTuple):
+    """A launch of a captured update: whose scalars its row of slots holds, the same for all of them."""
 
     dtype: torch.dtype
     places: Sequence[int]  # of the arrivals whose keep and gain they are
     params: Sequence[Tensor]  # whose size, eps and decay
 
+    def numbers(self, folds: list[tuple[float, ...]], steps: dict[Tensor, tuple[float, ...]]) -> list[float]:
+        """Keep and gain of its folds, size, eps and decay of its steps."""
+        found: list[float] = []
+        for each in ([folds[place] for place in self.places], [steps[p] for p in self.params]):
+            if any(scalars != each[0] for scalars in each):
+                raise RuntimeError(
+                    "parameters that shared a launch when the update was captured need different scalars now: some of "
+                    "them took part in an update since, and others did not; capture it again"
+                )
+            found += each[0] if each else _BLANK
+        return found
 
-class Tape:
-    """What a captured update does, in order."""
+
+class Recorder(Launcher):
+    """Notes what a captured update does, in order, and has each launch read its scalars from the device."""
+
+    captures = True
 
     def __init__(self, device: torch.device) -> None:
-        self.arrivals: list[Arrival] = []
-        self.launches: list[Launch] = []
+        self.arrivals: list[tuple[Tensor, Pair]] = []
+        self.rows: list[Row] = []
         self.update: Update | None = None  # as it was at the step
         # Made before the capture, since what a graph allocates inside it may share its memory with others.
         self._tables = {
             dtype: torch.zeros(_ROWS, WIDTH, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)
         }
 
-    def arrive(
-        self, p: Tensor, part: scalars.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
-    ) -> int:
-        """Note a gradient; return its place."""
-        if part.a is None:
+    def arrive(self, p: Tensor, tally: Tally, pair: Pair) -> int:
+        """Note a gradient, but for its values; return its place."""
+        if tally.a is None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} gets its first gradient of all in the update that is captured, "
                 "where its moments have no scale yet; let each parameter take part in the updates before"
             )
         if self.update is not None:
             raise RuntimeError(_TWICE)
-        self.arrivals.append(Arrival(p, kappa, scale, paired, signed))
+        self.arrivals.append((p, pair._replace(grad=p, grad_sq=None)))
         return len(self.arrivals) - 1
 
     def slots(self, moment: Tensor, places: Sequence[int] = (), params: Sequence[Tensor] = ()) -> Tensor:
         """Return the row that a launch on `moment` and its like is to read."""
         table = self._tables[moment.dtype]
-        row = len(self.launches)
+        row = len(self.rows)
         if row == _ROWS:
             raise RuntimeError(f"a captured update can have at most {_ROWS} launches of folds and steps; capture less")
-        self.launches.append(Launch(moment.dtype, places, params))
+        self.rows.append(Row(moment.dtype, places, params))
         return table[row]
 
-    @staticmethod
-    def row(folds: list[tuple[float, ...]], steps: list[tuple[float, ...]]) -> list[float]:
-        """Return the numbers of a launch: keep and gain of its folds, size, eps and decay of its steps."""
-        for each in (folds, steps):
-            if any(scalars != each[0] for scalars in each):
-                raise RuntimeError(
-                    "parameters that shared a launch when the update was captured need different scalars now: some of "
-                    "them took part in an update since, and others did not; capture it again"
-                )
-        return [*(folds[0] if folds else _BLANK), *(steps[0] if steps else _BLANK)]
-
-    def close(self, update: Update) -> None:
-        """Note the step."""
+    def finish(self, update: Update) -> bool:
+        """Note the step; a capture runs nothing, so that the update has not happened."""
         if self.update is not None:
             raise RuntimeError(_TWICE)
         self.update = update
+        return False
 
-    def fill(self, rows: list[list[float]], copy: Callable[[Tensor, list[list[float]]], None]) -> None:
+    def fill(self, numbers: list[list[float]], copy: Callable[[Tensor, list[list[float]]], None]) -> None:
         """Give each launch its row."""
-        for dtype in {launch.dtype for launch in self.launches}:
-            copy(self._tables[dtype][: len(rows)], rows)
+        for dtype in {row.dtype for row in self.rows}:
+            copy(self._tables[dtype][: len(numbers)], numbers)
+
+
+class Replay(Launcher):
+    """Goes through a recorded update again and launches nothing: it collects the scalars of the launches."""
+
+    captures = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.numbers: list[list[float]] = []  # a row for each launch
+        self._folds: list[tuple[float, ...]] = []
+        self._steps: dict[Tensor, tuple[float, ...]] = {}
+
+    def count(self, queue: FoldQueue) -> None:
+        """Count the gradients of the recorded update, which the graph will make again."""
+        recorded = self.recorder.update
+        assert recorded is not None
+        queue.update = Update(expected=recorded.expected, micro_batches=recorded.micro_batches)
+        for p, pair in self.recorder.arrivals:
+            fold = queue.count(p, queue.tally(p), pair)
+            self._folds.append((*fold.keep, *fold.gain))
+
+    def step(self, params: list[Tensor], weights: list[Tensor], ms: list[Tensor], vs: list[Tensor], step: Step) -> None:
+        """Note the scalars of a step."""
+        self._steps |= dict.fromkeys(params, (step.size, step.eps, step.decay, 0.0))
+
+    def finish(self, update: Update) -> bool:
+        """Make the rows; refused, before the update counts, where they do not fit the launches any more."""
+        self.numbers = [row.numbers(self._folds, self._steps) for row in self.recorder.rows]
+        return True
 
 
 _KEPT = (
@@ -125,17 +150,17 @@ class Captured:
         self, optimizer: InvariantAdam, update: Callable[[], Any], stream: torch.cuda.Stream | None = None
     ) -> None:
         self.optimizer, self._stream = optimizer, stream
-        params = list(optimizer._params())
-        self._tape = Tape(params[0].device)
-        self.graph = torch.cuda.CUDAGraph() if params[0].is_cuda else None
+        device = next(optimizer.queue.moments.params()).device
+        self._recorder = Recorder(device)
+        self.graph = torch.cuda.CUDAGraph() if device.type == "cuda" else None
         self._feed = _Feed()
-        optimizer._tape = self._tape
+        optimizer.queue.launcher = self._recorder
         try:
             # Without its way back, at whose end are the nodes on whose stream an eager update between replays
             # would be folded.
             self.output = tree_map_only(Tensor, Tensor.detach, self._record(update))
         except BaseException as error:
-            optimizer._update = Update()
+            optimizer.queue.reset()
             optimizer.zero_grad()
             if isinstance(error, RuntimeError) and "CUDA error" in str(error) and "captur" in str(error):
                 raise RuntimeError(
@@ -145,9 +170,9 @@ class Captured:
                 ) from error
             raise
         finally:
-            optimizer._tape = None
-        if self._tape.update is None:
-            optimizer._update = Update()
+            optimizer.queue.launcher = Launcher()
+        if self._recorder.update is None:
+            optimizer.queue.reset()
             raise RuntimeError("the captured function did not call opt.step(), so that no update was captured")
         self._held = self._holding()
         self._baked = _baked(optimizer)
@@ -167,8 +192,8 @@ class Captured:
 
     def __call__(self) -> Any:
         """Run the update again; returns what `update` returned when captured, detached, with its new contents."""
-        optimizer = self.optimizer
-        if optimizer._update.parts or optimizer._update.expected is not None:
+        optimizer, queue = self.optimizer, self.optimizer.queue
+        if queue.update.tallies or queue.update.expected is not None:
             raise RuntimeError(
                 "an update is open (a backward, a fold() or an expect() came before): a captured update is a whole "
                 "one; close it with opt.step(), or drop it with opt.abandon()"
@@ -183,16 +208,24 @@ class Captured:
                 f"the captured update has {self._baked} in it, now {_baked(optimizer)} is asked for; capture it again"
             )
         _refuse_step_hooks(optimizer)
-        self._tape.fill(optimizer._replan(self._tape), self._feed)
+        queue.launcher = replay = Replay(self._recorder)
+        try:
+            replay.count(queue)
+            optimizer.step()
+        except BaseException:
+            queue.reset()
+            raise
+        finally:
+            queue.launcher = Launcher()
+        self._recorder.fill(replay.numbers, self._feed)
         self._replay()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers ask before they step
         return self.output
 
     def _holding(self) -> list[int]:
         """Where everything is that the graph writes to, and what of it is to be trained."""
-        optimizer, found = self.optimizer, []
-        for p in optimizer._params():
-            state = optimizer.state[p]
+        moments, found = self.optimizer.queue.moments, []
+        for p in moments.params():
+            state = moments.state[p]
             found += [p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(), p.requires_grad]
         return found
 
@@ -222,7 +255,7 @@ def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[],
     40
     """
     _refuse(optimizer)
-    params = list(optimizer._params())
+    params = list(optimizer.queue.moments.params())
     if not params[0].is_cuda:
         for _ in range(3):
             update()
@@ -258,14 +291,14 @@ def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
 def _refuse(optimizer: InvariantAdam) -> None:
     if not isinstance(optimizer, InvariantAdam):
         raise TypeError(f"capture needs an InvariantAdam, got {type(optimizer).__name__}")
-    devices = {p.device for p in optimizer._params()}
+    devices = {p.device for p in optimizer.queue.moments.params()}
     if len(devices) > 1:
         raise ValueError(f"capture needs all parameters on one device, got {', '.join(sorted(map(str, devices)))}")
-    if isinstance(optimizer._ranks, Team):
+    if optimizer.queue.reducer.several:
         raise ValueError(
             "the optimizer is prepared for several ranks, which agree on each update on the host; run it uncaptured"
         )
-    if optimizer._on_nonfinite == "raise":
+    if optimizer.queue.nonfinite.raises:
         raise ValueError(
             'on_nonfinite="raise" asks the device at every step, which a graph cannot; use "skip" and read '
             "opt.nonfinite now and then"
@@ -276,7 +309,7 @@ def _refuse(optimizer: InvariantAdam) -> None:
             "that no update would see what the one before did; open it in update(), around the forward alone"
         )
     _refuse_step_hooks(optimizer)
-    if optimizer._update.parts:
+    if optimizer.queue.update.tallies:
         raise RuntimeError("capture in the middle of an update; close it with opt.step() or drop it with opt.abandon()")
 
 
@@ -350,7 +383,7 @@ class _Shelf:
     """
 
     def __init__(self, optimizer: InvariantAdam) -> None:
-        params = list(optimizer._params())
+        params = list(optimizer.queue.moments.params())
         blocks = sum(ceil(p.numel() / 1024) for p in params)
         # A launch over all parameters takes five addresses, a size and the blocks of each; there are κ and a step.
         room = (ceil(optimizer.param_groups[0]["kappa"]) + 2) * (8 * blocks + 64 * len(params) + 256) + (1 << 20)

@@ -1,23 +1,16 @@
 """Micro-batch gradients -> m, v -> weights: `InvariantAdam`, a `torch.optim.Optimizer`.
 
-The way of a gradient through this file: a hook (`fold="backward"`) or `fold()` (`fold="call"`) hands it to `_fold`,
-which counts it (`_count`), adds it to the moments and drops it; `step` closes the update: it scales the hyperparameters
-to the number of micro-batches that came, normalises and debiases by scalars alone, and moves the weights. A gradient
-that is counted may wait: a small one for others to share a launch with, one that is known to be a whole update for
-`step` to fold it and move the weights in the same pass over memory.
+What a user calls is here, and the arithmetic of the step (`_steps`). How a gradient comes into m and v, by a hook or by
+`fold()`, is in `fold/`: this class fills a `FoldQueue` and empties it at `step()`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from itertools import chain
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,26 +18,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .diagnostics import NoiseScale, noise_scale
-from .fold import checks, hooks, pair, scalars
-from .fold.ranks import Ranks, in_touch, placed
-from .fold.update import Fold, Update
-from .kernels import adam as kernels
-from .scaling import RULES, check_decay, check_hyperparameters, check_keep, check_rho, find_rule
-
-if TYPE_CHECKING:
-    from .graphs import Tape
+from .fold import checks, guards, pair, scalars
+from .fold.launcher import Step
+from .fold.moments import Moments, NonFinite
+from .fold.queue import FoldQueue
+from .scaling import RULES, check_decay, check_hyperparameters, check_keep, find_rule
 
 F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
 _eager: Callable[[F], F] = torch.compiler.disable
-
-_ONES = (1.0, 1.0)
-# Where launches are worth sharing: gradients wait for others until the end of their backward, at most _QUEUE elements
-# of them at a time: 32 MiB of float32 pairs.
-_SHARING = frozenset({"cuda", "xpu", "mps"})
-_QUEUE = 1 << 22
-_promote = cache(torch.promote_types)
-_COUNTERS = itemgetter(*scalars.fresh())
 
 UpdateHook = Callable[["InvariantAdam", int, int], None]
 
@@ -58,8 +40,8 @@ class InvariantAdam(Optimizer):
         w ← (1−η′λ)w − η′ m̂ / (√v̂ + ε)
 
     where η′ and γ′ = 1 − β′ are the hyperparameters scaled to this update's batch, ρ = κM/B₀ times the tuned one.
-    How many micro-batches make an update is free, from update to update; a parameter that has no gradient in some of
-    them is scaled by its own count.
+    You choose how many micro-batches make an update, and may change it any time. A parameter that has no gradient in
+    some of them is scaled by its own count.
 
     Args:
         params: parameters, named parameters or parameter groups, as for every `torch.optim.Optimizer`. A group may
@@ -129,24 +111,14 @@ class InvariantAdam(Optimizer):
         if max_micro_norm is not None:
             checks.check_positive("max_micro_norm", max_micro_norm)
         checks.check_state_dtype(state_dtype)
+        # What folds, for the modules of this package that bring gradients or reduce them.
+        self.queue = FoldQueue(
+            Moments(state_dtype), in_backward=fold == "backward", nonfinite=NonFinite(on_nonfinite == "raise")
+        )
         self.loss_divisor = loss_divisor
         self.max_micro_norm = max_micro_norm
-        self._fold_in = fold
-        self._state_dtype = state_dtype
-        self._on_nonfinite = on_nonfinite
-        self._group_index: dict[Tensor, int] = {}
-        self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
-        self._warned = False  # of an update whose size nobody announced
-        self._weight = 1.0  # n/M of the micro-batch at hand
-        self._hooked: set[Tensor] = set()  # parameters whose gradients come here by a hook
-        self._bound: list[int] = []  # ids of all parameters, while each has its state and its hook
-        # Elements that were not finite and were left out, counted on their device; and those the user was told of.
-        self._skipped: dict[torch.device, Tensor] = {}
-        self._reported = 0
-        self._update = Update()
-        self._tape: Tape | None = None  # of the graph that is being captured
         self.process_group = process_group
-        self._ranks = Ranks()  # `distributed.prepare` puts its own here
+        self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -162,7 +134,7 @@ class InvariantAdam(Optimizer):
         }
         super().__init__(params, defaults)
         if fold == "backward":
-            hooks.watch()
+            guards.install(self.queue)
 
     # ---------------------------------------------------------------- what the user asks and tells
 
@@ -181,7 +153,7 @@ class InvariantAdam(Optimizer):
     @property
     def kappa(self) -> float:
         """κ, micro-batches folded into the update that is open; a ragged one counts n/M."""
-        return self._update.kappa
+        return self.queue.update.kappa
 
     @property
     def samples_seen(self) -> int:
@@ -192,17 +164,26 @@ class InvariantAdam(Optimizer):
     @property
     def loss_divisor(self) -> float:
         """What the training loop divided each micro-batch loss by; may be set between updates."""
-        return self._loss_divisor
+        return self.queue.loss_divisor
 
     @loss_divisor.setter
     def loss_divisor(self, value: float) -> None:
         checks.check_positive("loss_divisor", value)
-        self._loss_divisor = float(value)
+        self.queue.loss_divisor = float(value)
+
+    @property
+    def max_micro_norm(self) -> float | None:
+        """The norm that each micro-batch gradient is clipped to; may be set between updates."""
+        return self.queue.max_micro_norm
+
+    @max_micro_norm.setter
+    def max_micro_norm(self, value: float | None) -> None:
+        self.queue.max_micro_norm = value
 
     @property
     def nonfinite(self) -> int:
         """Gradient elements left out of the moments so far because they were not finite (waits for the device)."""
-        return sum(int(count) for count in self._skipped.values())
+        return self.queue.nonfinite.total
 
     def noise_scale(self) -> NoiseScale:
         """Estimate the gradient's signal and noise from the moments; see `invariant_adam.diagnostics`."""
@@ -218,7 +199,7 @@ class InvariantAdam(Optimizer):
         `expect(1)` says that each gradient is a whole update. With fold="backward" they then wait for `step()`, as
         AdamW's do, which folds them and moves the weights in one pass over memory instead of two.
         """
-        self._update.expect(kappa)
+        self.queue.update.expect(kappa)
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -228,16 +209,7 @@ class InvariantAdam(Optimizer):
         an update whose weights did not move; in the very first update the moments go back to zero. Nothing of it
         counts as seen.
         """
-        self._flush()
-        self._ranks.abandon(self)
-        for p, part in self._update.parts.items():
-            state = self.state[p]
-            if part.a is None:
-                state["exp_avg"].zero_()
-                state["exp_avg_sq"].zero_()
-            else:
-                state.update(scalars.close(state, part, part.a), kappa=state["kappa"])
-        self._update = Update()
+        self.queue.abandon()
         self.zero_grad()
 
     @contextmanager
@@ -247,21 +219,12 @@ class InvariantAdam(Optimizer):
         Its loss is the mean over its own samples, and it counts n/M micro-batches in both moments.
         """
         size = self.micro_batch_size
-        if size is None:
-            raise ValueError(
-                f"ragged(samples={samples}) needs to know the size of a full micro-batch; give micro_batch_size to "
-                "InvariantAdam"
-            )
-        if not 0 < samples <= size:
-            raise ValueError(
-                f"ragged(samples={samples}) must be between 1 and micro_batch_size={size}: the square of a larger "
-                "micro-batch is on another scale; split it"
-            )
-        before, self._weight = self._weight, samples / size
+        checks.check_ragged(samples, size)
+        before, self.queue.weight = self.queue.weight, samples / (size or 1)
         try:
             yield
         finally:
-            self._weight = before
+            self.queue.weight = before
 
     def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
         """Have `hook(optimizer, start, stop)` called in each `step()` once κ is known and before a weight moves.
@@ -272,287 +235,28 @@ class InvariantAdam(Optimizer):
         self._update_hooks[handle.id] = hook
         return handle
 
-    # ---------------------------------------------------------------- gradient -> moments
-
     @_eager
     @torch.no_grad()
     def fold(self) -> None:
         """Fold the `p.grad` of all parameters as one micro-batch and free them (fold="call")."""
-        if self._fold_in != "call":
+        queue = self.queue
+        if queue.in_backward:
             raise RuntimeError(
                 'fold() is for InvariantAdam(fold="call"); with fold="backward" each backward folds by itself: '
                 "remove the call"
             )
-        self._bind()
-        params = [p for p in self._params() if p.grad is not None]
+        queue.bind()
+        params = [p for p in queue.moments.params() if p.grad is not None]
         if not params:
             raise RuntimeError(
                 "fold() found no gradient: no backward reached the parameters of this optimizer since the last fold()"
             )
         plain = all(pair.peek(p) is None for p in params)
-        self._fold(params)
+        queue.push(params)
         if plain:
-            self._update.count_call(self._weight)
+            queue.update.count_call(queue.weight)
 
-    def on_grad(self, p: Tensor) -> None:
-        """Fold what a backward just left on `p`: a micro-batch gradient, or what FSDP2's ranks have made of theirs."""
-        if torch.is_grad_enabled():  # create_graph=True; elsewhere the context would only cost time
-            with torch.no_grad():
-                self.on_grad(p)
-            return
-        received = self._ranks.receive(self, p)
-        if received is not None:
-            self._update.watch_backward(self._flush_queue)
-            self._fold([p], [_Arrival(*received)])
-            return
-        if pair.is_there(p):
-            self._update.watch_backward(self._flush_queue)
-        else:
-            self._update.count_backward(self._weight, self._flush_queue)
-        self._fold([p])
-
-    def on_pairs(self, params: list[Tensor], pairs: list[pair.Pair]) -> None:
-        """Fold pairs of a one-pass mini-batch, just made by a backward."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.on_pairs(params, pairs)
-            return
-        self._update.watch_backward(self._flush_queue)
-        self._fold(params, list(map(self._arrival, params, pairs)))
-
-    @property
-    def room(self) -> int:
-        """Elements of pairs that may wait, before they come here, to share a launch with others."""
-        alone = self._ranks.waits  # others are to be sent each gradient as it comes
-        return _QUEUE if alone and next(self._params()).device.type in _SHARING else 0
-
-    def _fold(self, params: list[Tensor], arrivals: list[_Arrival] | None = None) -> None:
-        """Fold the pairs of `params` that arrived, or take off and fold what is on them."""
-        self._refuse_capture(params[0])
-        if self.max_micro_norm is not None and (arrivals or any(pair.is_there(p) for p in params)):
-            raise RuntimeError(
-                f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
-                "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
-            )
-        update, ranks = self._update, self._ranks
-        parts = [self._part(p) for p in params]  # refuses before anything changes
-        if update.late or update.queue:
-            for p, part in zip(params, parts, strict=True):
-                if part.kappa and (p in update.late or p in update.queue):
-                    self._flush()
-        arrivals = arrivals or [self._take(p) for p in params]
-        self._condition(params, arrivals)
-        if ranks.absorb(self, params, parts, arrivals):
-            return
-        now = []
-        # A list has waited for each other already.
-        sharing = self._fold_in == "backward" and len(params) == 1 and torch._C._current_graph_task_id() >= 0
-        for p, part, x in zip(params, parts, arrivals, strict=True):
-            keep, gain, place = self._count(p, part, x.kappa, x.scale, x.square is not None, x.signed)
-            fold = Fold(p, x.grad, x.square, keep, gain, place)
-            if update.expected is not None and self._is_whole(part, x):
-                update.late[p] = fold
-            elif sharing and x.grad.numel() < _QUEUE and not x.borrowed and x.grad.device.type in _SHARING:
-                # It waits for the end of the backward that is running, to share a launch with others.
-                size = x.grad.numel()
-                update.queued += size
-                if update.queued > _QUEUE:
-                    self._flush_queue()
-                    update.queued = size
-                update.queue[p] = fold
-                ranks.after(self, [p])
-            else:
-                now.append(fold)
-        if now:
-            self._launch(now)
-
-    def _is_whole(self, part: scalars.Part, x: _Arrival) -> bool:
-        """Whether a gradient is all that its parameter gets in this update, so that it may wait for `step`.
-
-        Only a declared κ tells. A pair never waits: its two tensors would cost more memory than the pass is worth. Nor
-        do gradients that the user has in hand (fold="call") and may write over.
-        """
-        expected = self._update.expected
-        if expected is None or x.square is not None or self._fold_in != "backward" or not self._ranks.waits:
-            return False
-        return part.kappa == x.kappa >= expected
-
-    def _count(
-        self, p: Tensor, part: scalars.Part, kappa: float, scale: tuple[float, float], paired: bool, signed: bool
-    ) -> tuple[tuple[float, float], tuple[float, float], int]:
-        """Count a gradient of `p`; return keep, gain and its place on the tape: m ← keep₁·m + gain₁·g.
-
-        Args:
-            p: the parameter.
-            part: its part in this update.
-            kappa: micro-batches in the gradient.
-            scale: factors that make the mean of them from the gradient, the mean of squares from the square.
-            paired: whether the square comes along.
-            signed: whether `maximize` and `loss_divisor` are in the gradient already.
-        """
-        place = -1 if self._tape is None else self._tape.arrive(p, part, kappa, scale, paired, signed)
-        sign = 1.0 if signed else self._sign(p)
-        update = self._update
-        if not part.kappa:
-            update.parts[p] = part
-        update.kinds.add(paired)
-        keep, (b1, b2), (scale1, scale2) = part.keep, part.b, scale
-        part.keep = _ONES
-        part.kappa += kappa
-        return keep, (b1 * kappa * sign * scale1, b2 * kappa * sign * sign * scale2), place
-
-    def _sign(self, p: Tensor) -> float:
-        return -self._loss_divisor if self._group(p)["maximize"] else self._loss_divisor
-
-    def _launch(self, folds: list[Fold]) -> None:
-        """Fold gradients that are counted, those with the same scalars in one launch."""
-        for alike in self._alike(folds):
-            fold = alike[0]
-            states = [self.state[f.param] for f in alike]
-            local = self._ranks.local
-            kernels.fold(
-                [f.grad for f in alike],
-                None if fold.square is None else [f.square for f in alike if f.square is not None],
-                [local(state["exp_avg"]) for state in states],
-                [local(state["exp_avg_sq"]) for state in states],
-                keep=fold.keep,
-                gain=fold.gain,
-                count=self._counter(fold.grad.device),
-                slots=None if self._tape is None else self._tape.slots(states[0]["exp_avg"], [f.place for f in alike]),
-            )
-        self._ranks.after(self, [f.param for f in folds])
-
-    def _alike(self, folds: list[Fold]) -> Iterable[list[Fold]]:
-        """Sort folds by what one launch must share; by group too, since a captured launch outlives today's values."""
-        if len(folds) == 1:
-            return [folds]
-        alike: dict[Any, list[Fold]] = defaultdict(list)
-        several = len(self.param_groups) > 1
-        for f in folds:
-            index = self._group_index[f.param] if several else 0
-            grad = f.grad
-            alike[index, f.keep, f.gain, grad.device, grad.dtype, f.square is None].append(f)
-        return alike.values()
-
-    @torch.no_grad()
-    def _flush_queue(self) -> None:
-        """Fold the small gradients that wait for each other, in one launch."""
-        update = self._update
-        folds, update.queue, update.queued = list(update.queue.values()), {}, 0
-        if folds:
-            self._launch(folds)
-
-    def _flush(self) -> None:
-        """Fold all that waits, so that the moments hold what is counted."""
-        self._flush_queue()
-        folds, self._update.late = list(self._update.late.values()), {}
-        if folds:
-            self._launch(folds)
-
-    def _target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Target | None:
-        """Let a kernel fold the pair of `p` itself, as it is made: count the fold and say where it goes and how.
-
-        The kernel must then do m ← keep₁·m + gain₁·g and v ← keep₂·v + gain₂·g², once, with g = mean_k g_k and
-        g² = mean_k g_k². None where that would not be all: the caller then makes the pair and hands it over.
-
-        Args:
-            p: a parameter of this optimizer.
-            kappa: κ of the mini-batch.
-            scale: factors that turn the sums the kernel has into the means of the pair.
-        """
-        group, state = self._group(p), self.state[p]
-        l2 = group["weight_decay"] and not group["decoupled_weight_decay"]
-        if l2 or self.max_micro_norm is not None:
-            return None
-        if not self._ranks.takes_kernels:
-            return None
-        part = self._part(p)
-        m, v = state["exp_avg"], state["exp_avg_sq"]
-        if m.dtype != torch.float32 or m.stride() != p.stride():
-            return None
-        self._refuse_capture(p)
-        if p in self._update.late or p in self._update.queue:
-            self._flush()
-        self._update.watch_backward(self._flush_queue)
-        keep, gain, place = self._count(p, part, kappa, scale, True, False)
-        slots = None if self._tape is None else self._tape.slots(m, [place])
-        return kernels.Target(m, v, keep, gain, self._counter(p.device), slots)
-
-    def _part(self, p: Tensor) -> scalars.Part:
-        """The part of `p` in the update that is open."""
-        self._ranks.before(self, p)
-        return self._update.parts.get(p) or self._begin(p)
-
-    def _begin(self, p: Tensor) -> scalars.Part:
-        """Plan the part of `p` in the update whose first gradient has come."""
-        index, state = self._index(p), self.state[p]
-        m, dtype = state["exp_avg"], _promote(p.dtype, self._state_dtype)
-        if m.dtype != dtype or m.device != p.device:  # a model.to(...) may have come after the optimizer was built
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state[name].to(p.device, dtype)
-        if state["debias1"] == 1.0:
-            return self._ranks.begin(scalars.begin_free())
-        history = (index, *_COUNTERS(state))
-        part = self._update.begun.get(history)
-        if part is None:
-            group = self.param_groups[index]
-            kappa = state["kappa"] or self._tuned / self._size
-            expected = self._update.expected
-            if expected is not None:  # of the whole update; of this parameter, its share in the last one
-                kappa = expected * (state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0)
-            part = self._update.begun[history] = scalars.begin(state, self._betas(group, kappa), kappa)
-        return self._ranks.begin(part.copy())
-
-    def _take(self, p: Tensor) -> _Arrival:
-        """Take the gradient or the pair off `p`."""
-        found = pair.take(p) if pair.is_there(p) else None
-        if found is not None:
-            return self._arrival(p, found)
-        grad = _detached(p.grad)
-        p.grad = None
-        if grad.layout != torch.strided:
-            # A sparse gradient comes in pieces (uncoalesced), to be summed before the square: made dense, it is.
-            grad = grad.to_dense()
-        elif 0 in grad.stride():
-            grad = grad.clone()  # expanded, not to be written to
-        return _Arrival(self._ranks.gradient(p, grad), None, self._weight, _ONES)
-
-    def _arrival(self, p: Tensor, found: pair.Pair) -> _Arrival:
-        piece = self._ranks.gradient
-        grad, square = _detached(piece(p, found.grad)), _detached(piece(p, found.grad_sq))
-        return _Arrival(grad, square, found.kappa, found.scale, found.borrowed)
-
-    def _condition(self, params: list[Tensor], arrivals: list[_Arrival]) -> None:
-        """Make the gradients what is to be squared: clipped, with L2 decay inside."""
-        if self.max_micro_norm is not None:
-            for x in arrivals:  # before their norm is taken
-                kernels.guard([x.grad], None, self._counter(x.grad.device))
-            clipped = kernels.clip([x.grad for x in arrivals], self.max_micro_norm, self.loss_divisor)
-            for x, grad in zip(arrivals, clipped, strict=True):
-                x.grad = grad
-        if not any(group["weight_decay"] and not group["decoupled_weight_decay"] for group in self.param_groups):
-            return
-        for p, x in zip(params, arrivals, strict=True):
-            group = self._group(p)
-            decay = group["weight_decay"]
-            if decay and not group["decoupled_weight_decay"]:
-                # mean_k (g_k + λw)² = mean_k g_k² + λw(2 mean_k g_k + λw), so the pair is enough.
-                sign, dtype = self._sign(p), self.state[p]["exp_avg"].dtype
-                grad, pull = x.grad.to(dtype).mul_(sign * x.scale[0]), self._ranks.local(p.detach()).to(dtype) * decay
-                if x.square is not None:
-                    x.square = x.square.to(dtype) * (sign**2 * x.scale[1]) + pull * (2 * grad + pull)
-                x.grad, x.scale, x.signed, x.borrowed = grad.add_(pull), _ONES, True, False
-
-    def _refuse_capture(self, p: Tensor) -> None:
-        if self._tape is None:
-            checks.refuse_capture(p)
-
-    def _counter(self, device: torch.device) -> Tensor:
-        if device not in self._skipped:
-            self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
-        return self._skipped[device]
-
-    # ---------------------------------------------------------------- moments -> weights
+    # ---------------------------------------------------------------- m, v -> weights
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -571,202 +275,88 @@ class InvariantAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         checks.refuse_scaled(self)
-        with in_touch("closing an update"):
-            self._ranks.agree(self, self._collect)
-        self._update.check_whole(self._name)
-        moves, stop = self._schedule()  # refuses before anything changes
-        if self._on_nonfinite == "raise":  # asks before the weights move
-            self._flush()
-            self._report_nonfinite()
-        self._move(moves)
-        with in_touch("exchanging weights"):
-            self._ranks.moved(self)
-        if self._tape is None:
-            self._close(moves, stop)
-            if all(device.type == "cpu" for device in self._skipped):
-                self._report_nonfinite()  # on an accelerator it would stop the host: told when the state is saved
-        else:
-            self._tape.close(self._update)
-            self._update = Update()
-        return loss
-
-    def _move(self, moves: list[_Move]) -> None:
-        """Move the weights, and fold what still waits in the same pass."""
-        waiting = {**self._update.queue, **self._update.late}
-        tape = self._tape
-        for move in moves:
-            ready = [p for p in move.params if p not in waiting] if waiting else move.params
-            scalars = {"size": move.size, "eps": move.eps, "decay": move.decay}
-            if ready:
-                states = [self.state[p] for p in ready]
-                kernels.step(
-                    [self._ranks.weight(p) for p in ready],
-                    [self._ranks.local(state["exp_avg"]) for state in states],
-                    [self._ranks.local(state["exp_avg_sq"]) for state in states],
-                    slots=None if tape is None else tape.slots(states[0]["exp_avg"], params=ready),
-                    **scalars,
-                )
-            for alike in self._alike([waiting[p] for p in move.params if p in waiting] if waiting else []):
-                fold = alike[0]
-                states = [self.state[f.param] for f in alike]
-                kernels.fold_step(
-                    [f.param for f in alike],
-                    [f.grad for f in alike],
-                    None if fold.square is None else [f.square for f in alike if f.square is not None],
-                    [state["exp_avg"] for state in states],
-                    [state["exp_avg_sq"] for state in states],
-                    keep=fold.keep,
-                    gain=fold.gain,
-                    count=self._counter(fold.grad.device),
-                    slots=None
-                    if tape is None
-                    else tape.slots(states[0]["exp_avg"], [f.place for f in alike], [f.param for f in alike]),
-                    **scalars,
-                )
-
-    def _close(self, moves: list[_Move], stop: int) -> None:
-        """Count the update as done."""
-        kappa, steps = self.kappa, []
-        for move in moves:
-            for p in move.params:
-                state = self.state[p]
-                state.update(move.counters)
-                steps.append(state["step"])
-        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # a number would become a tensor for each of them
-        for group in self.param_groups:
-            group["samples_seen"], group["kappa"] = stop, kappa
-        self._update = Update()
-
-    def _replan(self, tape: Tape) -> list[list[float]]:
-        """Count a replay of a captured update, as an eager one would be, and return the scalars of its launches."""
-        captured = tape.update
-        assert captured is not None
-        self._update = Update(expected=captured.expected, micro_batches=captured.micro_batches)
-        try:
-            folds = []
-            for p, kappa, scale, paired, signed in tape.arrivals:
-                part = self._part(p)
-                keep, gain, _ = self._count(p, part, kappa, scale, paired, signed)
-                folds.append((*keep, *gain))
-            moves, stop = self._schedule()
-            steps = {p: (move.size, move.eps, move.decay, 0.0) for move in moves for p in move.params}
-            rows = [
-                tape.row([folds[place] for place in launch.places], [steps[p] for p in launch.params])
-                for launch in tape.launches
-            ]
-        except BaseException:
-            self._update = Update()
-            raise
-        self._close(moves, stop)
-        return rows
-
-    def _collect(self) -> None:
-        """Fold the pairs that one pass left for this step, and refuse gradients that no fold took."""
-        lost = self._bind()
-        params = list(self._params())
-        left = [p for p in params if pair.is_there(p) and pair.peek(p) is not None]
-        if left:
-            self._fold(left)
-        for p in params:
-            if p.grad is not None:
-                raise RuntimeError(self._unfolded(p, lost))
-
-    def _unfolded(self, p: Tensor, lost: int) -> str:
-        """Say why a gradient stands on a parameter at `step()`, where none should."""
-        found = f"step() found a gradient on parameter {self._name(p)} that was never folded: "
-        if self._fold_in == "call":
-            return found + "call opt.fold() after each micro-batch's backward, before step()"
-        if lost:
-            return found + (
-                f"the fold hooks of {lost} parameters were missing (the parameters were copied, replaced or unfrozen "
-                "after the optimizer was built) and are registered now; call opt.abandon() and run the micro-batches "
-                "of this update again"
-            )
-        return found + (
-            "it was assigned after the backward, by hand or by a wrapper such as DistributedDataParallel; drop the "
-            'update with opt.abandon(), and unwrap the model or use InvariantAdam(fold="call") and opt.fold()'
-        )
-
-    def _schedule(self) -> tuple[list[_Move], int]:
-        """Let schedules see the samples of the update; return its moves, and the samples seen after it."""
-        start = self.samples_seen
-        stop = start + round(self.kappa * self._size)
+        queue, moments = self.queue, self.queue.moments
+        queue.reducer.reduce_update(queue, queue.collect)
+        queue.update.check_whole(moments.name)
+        kappa, start = queue.update.kappa, self.samples_seen
+        stop = start + round(kappa * (self.micro_batch_size or 1))
         for hook in self._update_hooks.values():
             hook(self, start, stop)
-        return self._plan(), stop
+        steps = self._steps()  # refuses before anything changes
+        if queue.nonfinite.raises:  # asks before the weights move
+            queue.flush()
+            queue.nonfinite.report(start)
+        queue.move(steps)
+        queue.reducer.after_step(queue)
+        if queue.launcher.finish(queue.update):
+            for step in steps:
+                moments.advance(step.params, step.counters)
+            for group in self.param_groups:
+                group["samples_seen"], group["kappa"] = stop, kappa
+            if queue.nonfinite.on_cpu:  # on an accelerator it would stop the host: told when the state is saved
+                queue.nonfinite.report(stop)
+        queue.reset()
+        return loss
 
-    def _plan(self) -> list[_Move]:
-        """Turn what is folded into the scalars of the step, once for all parameters that share a history."""
-        alike: dict[Any, list[Tensor]] = defaultdict(list)
-        parts = self._update.parts
-        for p, part in parts.items():
-            key = (
-                self._index(p),
-                part.kappa,
-                part.a,
-                part.b,
-                *_COUNTERS(self.state[p]),
-                p.device,
-                p.dtype,
-            )
-            alike[key].append(p)
-        moves = []
-        for (index, kappa, *_), params in alike.items():
-            group, state, part = self.param_groups[index], self.state[params[0]], parts[params[0]]
-            lr, decay = checks.as_float(group["lr"]), group["weight_decay"]
-            check_hyperparameters(lr, group["betas"], group["eps"], decay)
-            betas = self._betas(group, kappa)
-            counters = scalars.close(state, part, betas)
-            self._warn_of_surprise(part, betas[0])
-            x, y = scalars.debias(counters)
-            rule, rho = RULES[group["rule"]], kappa * self._size / self._tuned
-            keep = 1.0
+    def _steps(self) -> list[Step]:
+        """The arithmetic of the step, once for all parameters that share a group, a count κ and a history.
+
+            w ← (1−η′λ)·w − η′·m̂/(√v̂+ε)        m̂ = m/(c₁(1−P₁))        v̂ = v/(c₂(1−P₂))
+
+        The moments are folded already: m = a₁m + b₁Σg and v = a₂v + b₂Σg². They must still be divided by c = a + bκ,
+        which makes an average of them, and by 1−P, which takes out the zero they began with (see `fold/scalars.py`).
+        Both go into the step's own scalars, so that m, v and w are read once.
+        """
+        steps = []
+        for group, tally, history, params in self.queue.histories():
+            lr, eps, decay = checks.as_float(group["lr"]), group["eps"], group["weight_decay"]
+            check_hyperparameters(lr, group["betas"], eps, decay)
+            rule, rho = RULES[group["rule"]], scalars.rho_at(group, tally.kappa)  # ρ = κM/B₀
+            betas = scalars.betas_at(group, tally.kappa)  # 1 − γ′
+            new = scalars.close(history, tally, betas)  # c and P after this update
+            self._warn_of_surprise(tally, betas[0])
+            x, y = scalars.debias(new)  # m̂ = m/x with x = c₁(1−P₁),  √v̂ = √v/y with y² = c₂(1−P₂)
+            scaled_lr = lr * rule.lr(rho)  # η′
+            keep = 1.0  # 1 − η′λ
             if decay and group["decoupled_weight_decay"]:
                 keep -= rule.decay(check_decay(lr, decay), rho)
                 check_keep(keep, group["rule"], lr, decay, rho)
-            moves.append(_Move(params, lr * rule.lr(rho) * y / x, group["eps"] * y, keep, counters))
-        return moves
+            # keep·w − η′·m̂/(√v̂ + ε)  =  keep·w − (η′y/x)·m/(√v + εy)
+            steps.append(Step(params, size=scaled_lr * y / x, eps=eps * y, decay=keep, counters=new))
+        return steps
 
-    def _warn_of_surprise(self, part: scalars.Part, beta: float) -> None:
-        """Warn once when an update is so unlike the one before that its averages forget far more or less than meant."""
-        if part.a is None or self._warned:
-            return
-        got = part.a[0] / (part.a[0] + part.b[0] * part.kappa)
-        if abs(got - beta) > 0.1:
-            self._warned = True
-            warnings.warn(
-                f"an update of {part.kappa:g} micro-batches came where the one before let another size expect: "
-                f"m keeps {got:.2g} of its past instead of {beta:.2g}. Announce the size with opt.expect(kappa) before "
-                "its first backward",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+    def _warn_of_surprise(self, tally: scalars.Tally, beta: float) -> None:
+        message = None if self.queue.surprised else checks.surprise(tally, beta)
+        if message is not None:
+            self.queue.surprised = True
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
-    def _report_nonfinite(self) -> None:
-        """Tell of the elements left out since the last report (waits for the device)."""
-        new = self.nonfinite - self._reported
-        if not new:
-            return
-        self._reported += new
-        message = (
-            f"{new} gradient elements were not finite, or too large to square, after {self.samples_seen} samples; "
-            "they were left out of the moments"
-        )
-        if self._on_nonfinite == "raise":
-            raise RuntimeError(
-                message + ", and the weights have not moved. Lower lr or set max_micro_norm; the next step() goes on "
-                'without them, as on_nonfinite="skip" does'
-            )
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    # ---------------------------------------------------------------- state, as every optimizer has it
 
-    # ---------------------------------------------------------------- state
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters with their hyperparameters."""
+        return self.queue.moments.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.queue.moments.groups = groups
+
+    @property
+    def state(self) -> Any:
+        """Moments and counters of each parameter."""
+        return self.queue.moments.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.queue.moments.state = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and the squares that one pass left; refused where it would pretend to clear what is folded.
 
         With fold="call", what went through `fold()` stays part of the update.
         """
-        if self._fold_in == "backward" and self._update.parts:
+        if self.queue.in_backward and self.queue.update.tallies:
             raise RuntimeError(
                 f"zero_grad() in the middle of an update: {self.kappa:g} micro-batches are folded into the moments and "
                 "cannot be taken back. Call it after step() only. To keep a backward away from these parameters, "
@@ -774,9 +364,9 @@ class InvariantAdam(Optimizer):
                 "update, call opt.abandon()"
             )
         super().zero_grad(set_to_none)
-        for p in self._params():
+        for p in self.queue.moments.params():
             pair.clear(p)
-        self._bind()
+        self.queue.bind()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own hyperparameters; those of the run (M, B₀, rule) are common to all."""
@@ -785,31 +375,27 @@ class InvariantAdam(Optimizer):
         if self.param_groups:
             param_group["samples_seen"] = self.samples_seen
             param_group["kappa"] = self.param_groups[0]["kappa"]
-        ranks = self._ranks.outgrown(self)
+        reducer = self.queue.reducer.with_new_parameters(self.queue)
         super().add_param_group(param_group)
         try:
-            checks.check_group(self.param_groups, gradients=self._fold_in == "call")
+            checks.check_group(self.param_groups, gradients=not self.queue.in_backward)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._ranks = ranks
-        self._bind(take=True)
+        self.queue.reducer = reducer
+        self.queue.bind(take=True)
 
     @_eager
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, which `torch.optim.AdamW` loads too; refused in mid-update."""
-        if self._update.parts:
+        if self.queue.update.tallies:
             raise RuntimeError(
                 f"state_dict() in the middle of an update: {self.kappa:g} micro-batches are folded and not stepped, "
                 "and a checkpoint cannot hold half an update; save after step(). Nothing is lost"
             )
-        for state in self.state.values():
-            for key, norm in (("exp_avg", "norm1"), ("exp_avg_sq", "norm2")):
-                if state[norm] != 1.0:
-                    state[key].div_(state[norm])
-                    state[norm] = 1.0
-        self._report_nonfinite()
+        self.queue.moments.normalise()
+        self.queue.nonfinite.report(self.samples_seen)
         return super().state_dict()
 
     @_eager
@@ -824,7 +410,7 @@ class InvariantAdam(Optimizer):
 
         def look(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             checks.check_state(state_dict, optimizer)
-            self._ranks.drop(self)
+            self.queue.reducer.drop_update(self.queue)
             loaded.append(state_dict)
 
         last = self.register_load_state_dict_pre_hook(look)  # after the user's own, which may change the dict
@@ -832,177 +418,39 @@ class InvariantAdam(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        state_dict = loaded[0]
         for key in ("tuned_batch_size", "rule"):
             self.defaults[key] = self.param_groups[0][key]
-        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for i, p in zip(ids, self._params(), strict=True):
-            saved = state_dict["state"].get(i)
-            if not saved:
-                self.state[p] = {}
-                continue
-            group, state = self._group(p), self.state[p]
-            for key in ("exp_avg", "exp_avg_sq"):
-                # Again from the checkpoint: torch has cast it to the dtype of the parameter, bfloat16 perhaps.
-                state[key] = placed(saved[key].detach(), p).to(p.device, self._moment_dtype(p), copy=True)
-            step = float(state["step"])
-            state["step"] = torch.tensor(step)
-            for key, value in scalars.after_adam(group["betas"], step).items():
-                state.setdefault(key, value)
-        self._update, self._bound = Update(), []
-        self._bind()
+        self.queue.moments.restore(loaded[0])
+        self.queue.reset()
+        self.queue.rebind()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._flush()
-        own = (
-            "_loss_divisor",
-            "max_micro_norm",
-            "_fold_in",
-            "_state_dtype",
-            "_on_nonfinite",
-            "_update",
-            "_weight",
-            "_warned",
-            "_skipped",
-            "_reported",
-        )
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+        self.queue.flush()  # before the moments are copied
+        return {**super().__getstate__(), "queue": self.queue}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        copied = "queue" in state  # a copy or an unpickled optimizer, not load_state_dict
+        if copied:
+            self.queue = state["queue"]
+            self.process_group, self._update_hooks = None, OrderedDict()
+        # Both are properties, which what torch writes into __dict__ would not reach.
+        self.param_groups, self.state = state["param_groups"], state["state"]
+        super().__setstate__({k: v for k, v in state.items() if k not in ("queue", "param_groups", "state")})
         for group in self.param_groups:  # a group of AdamW's checkpoint lacks ours
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        if "_fold_in" in state:  # a copy or an unpickled optimizer, not load_state_dict
-            self._hooked, self._group_index, self._bound = set(), {}, []
-            self._update_hooks = OrderedDict()
-            self._tape = None
-            self.process_group, self._ranks = None, Ranks()
-            self._bind(take=True)
-
-    def _bind(self, take: bool = False) -> int:
-        """Give state and a fold hook to each parameter that lacks one; return how many hooks were missing.
-
-        Args:
-            take: take parameters over from another optimizer that folds them, as a newly built one does.
-        """
-        ids = [id(p) for p in self._params()]
-        if ids == self._bound and len(self.state) >= len(ids) and not take:
-            return 0
-        missing, self._bound = 0, ids
-        for index, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                self._group_index[p] = index
-                state = self.state[p]
-                if not state:  # made eagerly: torch.distributed.checkpoint looks for it before the first step
-                    m, v = (torch.zeros_like(p, dtype=self._moment_dtype(p), requires_grad=False) for _ in "mv")
-                    state |= {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v, **scalars.fresh()}
-                if p in self._hooked:
-                    continue
-                if not p.requires_grad:
-                    self._bound = []  # look again: it may be unfrozen
-                    continue
-                if not take and hooks.owner(p) is not None:
-                    self._bound = []
-                    raise RuntimeError(
-                        f"parameter {self._name(p)} now belongs to an InvariantAdam that was built later on the same "
-                        "parameters; drop one of the two"
-                    )
-                missing += 1
-                self._hooked.add(p)
-                hooks.own(p, self, hook=self._fold_in == "backward")
-        return missing
-
-    @property
-    def queue(self) -> InvariantAdam:
-        """What one pass hands its pairs to."""
-        return self
-
-    def bind(self) -> None:
-        """Look for parameters that were unfrozen, and refuse those that another optimizer has taken over."""
-        self._bind()
-
-    def target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Target | None:
-        """Let a kernel fold the pair of `p` itself."""
-        return self._target(p, kappa, scale)
-
-    def on_taken(self, p: Tensor) -> None:
-        """Note that another optimizer folds the gradients of `p` from now on."""
-        self._hooked.discard(p)
-        self._bound = []
-
-    def _moment_dtype(self, p: Tensor) -> torch.dtype:
-        return _promote(p.dtype, self._state_dtype)
-
-    def _params(self) -> Iterator[Tensor]:
-        return chain.from_iterable(group["params"] for group in self.param_groups)
-
-    def _index(self, p: Tensor) -> int:
-        """The place of the group of `p`, which is looked for only where there are several: this is asked often."""
-        return self._group_index[p] if len(self.param_groups) > 1 else 0
-
-    def _group(self, p: Tensor) -> dict[str, Any]:
-        return self.param_groups[self._index(p)]
-
-    def _name(self, p: Tensor) -> str:
-        """A name for messages: the user's where `named_parameters()` was given, else the place and the shape."""
-        index = self._group_index[p]
-        group = self.param_groups[index]
-        place = next(i for i, q in enumerate(group["params"]) if q is p)
-        if "param_names" in group:
-            return repr(group["param_names"][place])
-        return f"{place} of group {index}, of shape {tuple(p.shape)},"
-
-    @property
-    def _size(self) -> int:
-        return self.micro_batch_size or 1
-
-    @property
-    def _tuned(self) -> int:
-        return self.tuned_batch_size or self._size
-
-    def _betas(self, group: dict[str, Any], kappa: float) -> tuple[float, float]:
-        """β₁′ and β₂′ of an update of κ micro-batches."""
-        rule, batch = group["rule"], kappa * self._size
-        check_rho(rule, batch / self._tuned, group["betas"], batch=batch, tuned=self._tuned)
-        beta1, beta2 = (RULES[rule].beta(beta, batch / self._tuned) for beta in group["betas"])
-        return beta1, beta2
+        if copied:
+            self.queue.bind(take=True)
+            if self.queue.in_backward:
+                guards.install(self.queue)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What `GradScaler.step` asks first; with it, an update whose gradients are folded away still steps."""
-        if self._fold_in == "backward":
+        if self.queue.in_backward:
             raise RuntimeError(
                 'GradScaler cannot work with InvariantAdam(fold="backward"): the scaled gradients are folded before it '
                 'can unscale them. Use bfloat16, which needs no scaler, or fold="call" with, per micro-batch, '
                 "scaler.scale(loss).backward(); scaler.unscale_(opt); opt.fold(); scaler.update()"
             )
         return True
-
-
-def _detached(grad: Tensor | None) -> Tensor:
-    """A gradient as no part of a graph (create_graph=True)."""
-    assert grad is not None
-    return grad.detach() if grad.requires_grad else grad
-
-
-@dataclass(slots=True)
-class _Arrival:
-    """A gradient taken off a parameter, of weight `kappa`; `scale` makes the means of it and of the square."""
-
-    grad: Tensor
-    square: Tensor | None
-    kappa: float
-    scale: tuple[float, float]
-    borrowed: bool = False  # its memory is soon another's
-    signed: bool = False  # `maximize` and `loss_divisor` are in it
-
-
-class _Move(NamedTuple):
-    """What `step` does to parameters that share a history: w ← decay·w − size·m/(√v+eps), and new counters."""
-
-    params: list[Tensor]
-    size: float
-    eps: float
-    decay: float
-    counters: scalars.Counters

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
 
-from ..fold.ranks import in_touch
 from ..optimizer import InvariantAdam
+from .wire import lost_rank_named
 
 T = TypeVar("T")
 Group = Any  # a torch.distributed.ProcessGroup, which builds of torch without distributed lack
@@ -243,7 +243,7 @@ def _together(failed: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         try:
-            with in_touch("saving or loading a checkpoint"):
+            with lost_rank_named("saving or loading a checkpoint"):
                 yield
         except CheckpointException as error:
             causes = sorted({f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()})
@@ -262,7 +262,7 @@ def _on_first(action: Callable[[], T], group: Group) -> T:
             answer[0] = action()
         except Exception as error:
             failure, answer[1] = error, f"{type(error).__name__}: {error}"
-    with in_touch("saving or loading a checkpoint"):
+    with lost_rank_named("saving or loading a checkpoint"):
         dist.broadcast_object_list(answer, src=first, group=group)
     if failure is not None:
         raise failure

@@ -12,7 +12,6 @@ on the plain tensors that are this rank's pieces: a DTensor costs the host more 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,16 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..fold import hooks, pair, scalars
-from ..fold.checks import need_torch
-from ..fold.ranks import ONES, Received, Team
-from ..one_pass.dispatch import State
+from ..fold import hooks, pair
+from ..fold.pair import ONES, Pair
+from ..fold.scalars import Tally
+from ..one_pass import exchange
 from ..one_pass.groups import UnsupportedUse
-from ..one_pass.handles import Entry
+from .group import GroupReducer
 from .wire import reduce_scatter, scatter_sum_narrow
 
 if TYPE_CHECKING:
-    from ..optimizer import InvariantAdam
+    from ..fold.queue import FoldQueue
 
 
 # Parameter -> handle of the hook that puts the square beside its gradient, for an optimizer that folds by call.
@@ -83,11 +82,11 @@ class Squares:
 
     def _local(self, grads: Tensor) -> Tensor:
         """This rank's squares, in the layout of its gradients: to each rank its rows of one parameter after another."""
-        entries = self._entries()
-        if entries is None:  # in float32, whatever the gradients travel in
+        params = self._squared()
+        if params is None:  # in float32, whatever the gradients travel in
             return grads.float().square_() if grads.dtype != torch.float32 else grads.square()
         ranks = self.group.mesh_info.shard_mesh_size
-        squares = [self._square(fp, entry).float() for fp, entry in entries]
+        squares = [self._square(fp).float() for fp in params]
         if grads.numel() != sum(-(-len(s) // ranks) * ranks * (s.numel() // len(s)) for s in squares if s.numel()):
             raise self._incomplete()
         rows = torch.empty(ranks, grads.numel() // ranks, device=grads.device)
@@ -101,30 +100,23 @@ class Squares:
             "micro-batches, or check the plain model to see which"
         )
 
-    def _entries(self) -> list[tuple[Any, Entry]] | None:
+    def _squared(self) -> list[Any] | None:
         """Parameters whose squares one_pass has; None where it is not open, or the mini-batch is one micro-batch."""
-        if State.engine is None or State.engine.single:
+        batch = exchange.current()
+        if batch is None or batch.single:
             return None
-        return [(fp, entry) for fp in self.group.fsdp_params if (entry := self._entry(fp)) is not None]
+        return [fp for fp in self.group.fsdp_params if self._has_square(fp)]
 
-    def _entry(self, fp: Any) -> Entry | None:
-        entry: Entry | None = getattr(getattr(fp, "_unsharded_param", None), "one_pass_entry", None)
-        return entry if entry is not None and entry.companion.grad is not None else None
+    def _has_square(self, fp: Any) -> bool:
+        return hasattr(fp, "_unsharded_param") and exchange.has_square(fp._unsharded_param)
 
-    def _square(self, fp: Any, entry: Entry) -> Tensor:
+    def _square(self, fp: Any) -> Tensor:
         if fp.fsdp_placement.dim != 0:
             raise UnsupportedUse(
-                f"{entry.name} is sharded along dimension {fp.fsdp_placement.dim}; one_pass needs Shard(0)"
+                f"{fp._module_info.param_name} is sharded along dimension {fp.fsdp_placement.dim}; one_pass needs "
+                "Shard(0)"
             )
-        if (entry.arrived or entry.fired) > 1 or entry.done:
-            raise UnsupportedUse(
-                f"{entry.name} is used more than once, and was squared in parts, without their cross terms; have the "
-                "model checked before fully_shard, by one backward in one_pass on the plain model"
-            )
-        square, entry.companion.grad = entry.companion.grad, None
-        entry.done = True
-        assert square is not None
-        square = entry.shaped(square)
+        square: Tensor = exchange.take_square(fp._unsharded_param)
         if square.is_cuda:  # made on the stream of the backward; we are on FSDP2's, and free it before that one is done
             square.record_stream(torch.cuda.current_stream())
         return square
@@ -153,12 +145,14 @@ class Squares:
                 "penalty inside the forward of a module that fully_shard was called on, or use weight_decay"
             )
         if self.group.mesh_info.shard_mesh_size == 1:  # FSDP2 does not call us
-            if State.engine is None or State.engine.single:
+            batch = exchange.current()
+            if batch is None or batch.single:
                 return None
-            entry = self._entry(fp)
-            if entry is None and pair.is_armed(fp._unsharded_param):
+            if self._has_square(fp):
+                return self._square(fp)
+            if pair.is_armed(fp._unsharded_param):
                 raise self._incomplete()
-            return None if entry is None else self._square(fp, entry)
+            return None
         if self.mean is None:
             raise RuntimeError(
                 "FSDP2 reduced gradients without the reduce-scatter that prepare() gave it; call "
@@ -167,20 +161,19 @@ class Squares:
         return self.mean.as_strided(grad.shape, grad.stride(), grad.storage_offset())
 
 
-class FullySharded(Team):
+class FullySharded(GroupReducer):
     """Ranks that hold a piece of every weight and of its moments.
 
     Args:
         model: a module that `fully_shard` has been called on, and on whichever of its own modules.
-        optimizer: the one of its parameters.
+        queue: of the optimizer of its parameters.
         squares_dtype: what squares travel in between shards; None for float32.
     """
 
     even = True  # FSDP2's own collectives ask for it
-    takes_kernels = False
+    kernels_fold = False
 
-    def __init__(self, model: nn.Module, optimizer: InvariantAdam, squares_dtype: torch.dtype | None = None) -> None:
-        need_torch("distributed.prepare on a model sharded by FSDP2", "use DDP, with shard_state=True for the moments")
+    def __init__(self, model: nn.Module, queue: FoldQueue, squares_dtype: torch.dtype | None = None) -> None:
         found = list(_groups(model))
         info = found[0].mesh_info
         super().__init__(
@@ -190,12 +183,12 @@ class FullySharded(Team):
                 if (group := getattr(info, name, None)) is not None
             ]
         )
-        self._check(found, optimizer)
-        self.optimizer = weakref.ref(optimizer)
+        self._check(found, queue)
+        self.queue = weakref.ref(queue)
         self.squares: dict[Tensor, tuple[Squares, Any]] = {}
         self.squares_dtype = squares_dtype
 
-    def attach(self, model: nn.Module, optimizer: InvariantAdam) -> None:
+    def attach(self, model: nn.Module, queue: FoldQueue) -> None:
         """Put the squares beside FSDP2's own, in place of those of an optimizer before."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -212,31 +205,30 @@ class FullySharded(Team):
         me = weakref.ref(self)
 
         def beside(p: Tensor) -> None:
-            team = me()
-            if team is not None:
-                team._pair(p)
+            reducer = me()
+            if reducer is not None:
+                reducer.leave_pair(p)
 
-        for p in optimizer._params():
+        for p in queue.moments.params():
             if p in _pairs:
                 _pairs.pop(p).remove()
             if p.requires_grad:
-                if optimizer._fold_in == "call":
+                if not queue.in_backward:
                     _pairs[p] = p.register_post_accumulate_grad_hook(beside)
-                hooks.own(p, optimizer, hook=optimizer._fold_in == "backward")
-                optimizer._hooked.add(p)
+                queue.own(p)
 
-    def _check(self, groups: list[Any], optimizer: InvariantAdam) -> None:
+    def _check(self, groups: list[Any], queue: FoldQueue) -> None:
         sharded = {fp.sharded_param: fp for group in groups for fp in group.fsdp_params}
-        if optimizer.max_micro_norm is not None:
+        if queue.max_micro_norm is not None:
             raise ValueError(
-                f"max_micro_norm={optimizer.max_micro_norm:g} clips each micro-batch gradient, and under FSDP2 no rank "
+                f"max_micro_norm={queue.max_micro_norm:g} clips each micro-batch gradient, and under FSDP2 no rank "
                 "ever has one whole; leave it out, or train with replicated weights"
             )
-        for p in optimizer._params():
+        for p in queue.moments.params():
             if p not in sharded:
                 raise ValueError(
-                    f"parameter {optimizer._name(p)} is outside every module that fully_shard was called on; call it "
-                    "on the whole model too, last"
+                    f"parameter {queue.moments.name(p)} is outside every module that fully_shard was called on; call "
+                    "it on the whole model too, last"
                 )
             if sharded[p].offload_to_cpu:
                 raise ValueError(
@@ -274,52 +266,46 @@ class FullySharded(Team):
             if not group.reduce_grads or not group.all_reduce_grads:
                 raise ValueError(_NO_SYNC)
 
-    def _pair(self, p: Tensor) -> None:
+    def leave_pair(self, p: Tensor) -> None:
         """Put the mean square beside the mean gradient that FSDP2 has left on `p`."""
-        assert p.grad is not None
-        if getattr(p, "grad_sq", None) is not None:
+        if pair.is_there(p):
             raise RuntimeError(
                 "a second backward came before the gradients of the first were folded; call opt.fold() after each"
             )
-        optimizer = self.optimizer()
-        grad, square, kappa, scale = self._piece(p, 1.0 if optimizer is None else optimizer._weight)
+        queue = self.queue()
+        grad, square, kappa, scale = self._piece(p, 1.0 if queue is None else queue.weight)[:4]
         if square is None:
             square = grad.float().square_() if grad.dtype != torch.float32 else grad.square()
-        square = self.squares[p][1].to_sharded_dtensor(square)
-        square.made_with = p.grad._version, scale
-        p.grad_sq = square  # type: ignore[attr-defined]
-        p.grad_kappa = kappa  # type: ignore[attr-defined]
+        pair.leave(p, self.squares[p][1].to_sharded_dtensor(square), kappa, scale)
 
-    def receive(self, optimizer: InvariantAdam, p: Tensor) -> Received:  # noqa: D102 - as Ranks has it
-        received = self._piece(p, optimizer._weight)
+    def take_reduced(self, queue: FoldQueue, p: Tensor) -> Pair:  # noqa: D102 - as Reducer has it
+        reduced = self._piece(p, queue.weight)
         p.grad = None
-        return received
+        return reduced
 
-    def _piece(self, p: Tensor, weight: float) -> Received:
+    def _piece(self, p: Tensor, weight: float) -> Pair:
         """This rank's piece of what all ranks have made of their gradients of `p`, each of `weight` micro-batches."""
         grad = p.grad._local_tensor  # type: ignore[union-attr]
         squares, sharded = self.squares[p]
-        square, engine, scale = squares.take(grad, sharded), State.engine, ONES
-        if engine is not None and pair.is_armed(sharded._unsharded_param):
-            weight = engine.groups.batch / engine.micro
-            if not engine.single:
-                scale = engine.groups.scale(engine.reduction)
-        return grad, square, self.size * weight, scale
+        square, batch, scale = squares.take(grad, sharded), exchange.current(), ONES
+        if batch is not None and pair.is_armed(sharded._unsharded_param):
+            weight, scale = batch.kappa, batch.scale
+        return Pair(grad, square, self.size * weight, scale)
 
-    def absorb(  # noqa: D102 - as Ranks has it
-        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[scalars.Part], arrivals: list[Any]
+    def send(  # noqa: D102 - as Reducer has it
+        self, queue: FoldQueue, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]
     ) -> bool:
-        for p, x in zip(params, arrivals, strict=True):
-            if x.square is None and self.size > 1:
+        for p, x in zip(params, pairs, strict=True):
+            if x.grad_sq is None and self.size > 1:
                 raise RuntimeError(
-                    f"the gradient of parameter {optimizer._name(p)} came without its square: it was frozen when "
+                    f"the gradient of parameter {queue.moments.name(p)} came without its square: it was frozen when "
                     "prepare() was called, or another optimizer was prepared since. Call prepare(model, opt) again, "
                     "on every rank"
                 )
         return False
 
-    def count(self, optimizer: InvariantAdam, p: Tensor) -> float:  # noqa: D102 - as Team has it
-        return super().count(optimizer, p) / self.size  # every rank has counted them all
+    def count(self, queue: FoldQueue, p: Tensor) -> float:  # noqa: D102 - as GroupReducer has it
+        return super().count(queue, p) / self.size  # every rank has counted them all
 
 
 _NO_SYNC = (
@@ -329,8 +315,13 @@ _NO_SYNC = (
 )
 
 
-def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that forward and backward use, by name: plain ones, which FSDP2 fills before it uses them."""
+def unsharded_parameters(model: nn.Module) -> list[tuple[str, Tensor]] | None:
+    """The parameters that forward and backward use, by name: plain ones, which FSDP2 fills before it uses them.
+
+    None for a model that it does not shard.
+    """
+    if not is_fully_sharded(model):
+        return None
     found: dict[Tensor, Tensor] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -339,8 +330,15 @@ def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 module.unshard()
                 module.reshard()
             found |= {fp.sharded_param: fp._unsharded_param for group in groups for fp in group.fsdp_params}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        yield name, found[p]
+    return [(name, found[p]) for name, p in model.named_parameters(remove_duplicate=False)]
+
+
+exchange.register_source(unsharded_parameters)
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the model or on a module of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _insist(module: Any) -> None:

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..fold.ranks import copy_first
+from .fsdp import FullySharded, is_fully_sharded
+from .replicated import Replicated, silence
+from .sharded_state import ShardedState
+from .wire import broadcast_first
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -69,24 +72,21 @@ def prepare(
         )
     _check_wrapper(model)
     _check_held(model, optimizer)
-    optimizer._bind()
-    if _is_fully_sharded(model):
-        from .fsdp import FullySharded
-
+    queue = optimizer.queue
+    queue.bind()
+    if is_fully_sharded(model):
         if process_group is not None or device_mesh is not None:
             raise ValueError(
                 "process_group and device_mesh are fully_shard's own for a model that it shards; leave them out"
             )
         if shard_state:
             raise ValueError("shard_state=True is for whole weights; under fully_shard the moments are sharded already")
-        sharded = FullySharded(model, optimizer, squares_dtype)
+        sharded = FullySharded(model, queue, squares_dtype)
         for one in sharded.groups:
             _check_alike(model, optimizer, one)
-        sharded.attach(model, optimizer)
-        optimizer._ranks = sharded
+        sharded.attach(model, queue)
+        queue.reducer = sharded
         return
-    from .replicated import Replicated, silence
-
     if squares_dtype is not None and not shard_state:
         raise ValueError(
             f"squares_dtype={squares_dtype} needs shard_state=True or FSDP2: replicas send v itself, which would stop "
@@ -100,19 +100,17 @@ def prepare(
     if group is not None:
         with torch.no_grad():  # also what DDP was told to ignore, and where its ranks are not these
             tensors = (*model.parameters(), *model.buffers())
-            copy_first([t.to_local() if hasattr(t, "to_local") else t for t in tensors if t.numel()], group)
+            broadcast_first([t.to_local() if hasattr(t, "to_local") else t for t in tensors if t.numel()], group)
     if not shard_state:
         replicas = Replicated(group)
         replicas.buffers = buffers
-        optimizer._ranks = replicas
+        queue.reducer = replicas
         return
-    from .sharded_state import ShardedState
-
-    if group is None or any(hasattr(p, "device_mesh") for p in optimizer._params()):
+    if group is None or any(hasattr(p, "device_mesh") for p in queue.moments.params()):
         raise ValueError("shard_state=True is for plain parameters; tensor-parallel ones have their moments in pieces")
-    optimizer._ranks = ranks = ShardedState(group, squares_dtype)
-    ranks.buffers = buffers
-    ranks.open(optimizer)  # a checkpoint may be loaded before the first backward: into pieces
+    queue.reducer = reducer = ShardedState(group, squares_dtype)
+    reducer.buffers = buffers
+    reducer.open(queue)  # a checkpoint may be loaded before the first backward: into pieces
 
 
 @contextmanager
@@ -122,17 +120,13 @@ def last_backward(optimizer: InvariantAdam) -> Iterator[None]:
     It changes when moments travel, never what the update is; without it, and without `opt.expect`, they travel at
     `step()`.
     """
-    ranks = optimizer._ranks
-    ranks.last = True
+    reducer = optimizer.queue.reducer
+    reducer.last_backward = True
     try:
         yield
     finally:
-        ranks.last = False
-    ranks.finish_last(optimizer)
-
-
-def _is_fully_sharded(model: nn.Module) -> bool:
-    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+        reducer.last_backward = False
+    reducer.end_last_backward(optimizer.queue)
 
 
 def _ddp(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
@@ -159,10 +153,10 @@ def _check_wrapper(model: nn.Module) -> None:
 def _check_held(model: nn.Module, optimizer: InvariantAdam) -> None:
     """Refuse an optimizer of parameters that the model does not have (any more)."""
     held = {id(p) for p in model.parameters()}
-    for p in optimizer._params():
+    for p in optimizer.queue.moments.params():
         if id(p) not in held:
             raise ValueError(
-                f"parameter {optimizer._name(p)} of the optimizer is not one of the model's: fully_shard, "
+                f"parameter {optimizer.queue.moments.name(p)} of the optimizer is not one of the model's: fully_shard, "
                 "parallelize_module and copies replace parameters. Build InvariantAdam on model.parameters() after them"
             )
 
@@ -193,7 +187,7 @@ def _group(
     for ddp in _ddp(model):
         ours: dist.ProcessGroup = ddp.process_group
         return ours
-    meshes = {p.device_mesh for p in optimizer._params() if hasattr(p, "device_mesh")}
+    meshes = {p.device_mesh for p in optimizer.queue.moments.params() if hasattr(p, "device_mesh")}
     if any(mesh.size() < dist.get_world_size() for mesh in meshes):
         raise ValueError(
             f"the model is parallel over {min(mesh.size() for mesh in meshes)} of {dist.get_world_size()} ranks, and "
@@ -208,15 +202,17 @@ def _check_alike(model: nn.Module, optimizer: InvariantAdam, group: dist.Process
 
     from ..fold.scalars import fresh
 
+    queue = optimizer.queue
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    params = list(queue.moments.params())
     tensors = (*model.named_parameters(), *model.named_buffers())
     own: dict[str, Any] = {
         "model": [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors],
-        "parameters": [(names[p], str(optimizer._moment_dtype(p))) for p in optimizer._params()],
-        "options": [optimizer._fold_in, optimizer.max_micro_norm, optimizer.loss_divisor],
-        "trainable": [p.requires_grad for p in optimizer._params()],
+        "parameters": [(names[p], str(queue.moments.dtype_of(p))) for p in params],
+        "options": [queue.in_backward, queue.max_micro_norm, queue.loss_divisor],
+        "trainable": [p.requires_grad for p in params],
         "groups": [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups],
-        "counters": [[optimizer.state[p][k] for k in fresh()] for p in optimizer._params()],
+        "counters": [[optimizer.state[p][k] for k in fresh()] for p in params],
     }
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, own, group=group)

@@ -18,11 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..fold import scalars
-from ..fold.ranks import ONES, Team, in_pieces, in_touch, whole
+from ..fold.moments import KEYS, Moments, whole
+from ..fold.pair import ONES
+from ..fold.scalars import Tally
+from ..one_pass import exchange
+from .group import GroupReducer
+from .wire import in_pieces, lost_rank_named
 
 if TYPE_CHECKING:
-    from ..optimizer import InvariantAdam
+    from ..fold.queue import FoldQueue
 
 # Bytes of moments that travel together: large enough for the wire's full speed, small enough to begin early.
 BUCKET_BYTES = 50 << 20
@@ -31,7 +35,7 @@ _ROUNDING = 1 - 1e-9
 _ALIGNED = 4  # elements: each moment begins at a multiple of 16 bytes, where kernels load that many at a time
 
 
-class Bucket:
+class MomentBucket:
     """Parameters whose moments lie side by side in one buffer: all m, then all v."""
 
     def __init__(self, params: list[Tensor]) -> None:
@@ -42,16 +46,16 @@ class Bucket:
         self.views: list[dict[str, Tensor]] = []
         self.buffer: Tensor
 
-    def attach(self, optimizer: InvariantAdam, team: Team) -> None:
+    def attach(self, moments: Moments, reducer: GroupReducer) -> None:
         """Move the moments into one buffer, unless they are there already (a loaded state is not)."""
-        states = [optimizer.state[p] for p in self.params]
+        states = [moments.state[p] for p in self.params]
         if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
             return
         for p, state in zip(self.params, states, strict=True):
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in KEYS:
                 moment = state[key] if hasattr(p, "device_mesh") else whole(state[key])  # in pieces, of a sharded state
-                state[key] = moment.to(p.device, optimizer._moment_dtype(p))
-        pieces = {key: [team.local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")}
+                state[key] = moment.to(p.device, moments.dtype_of(p))
+        pieces = {key: [reducer.local(state[key]) for state in states] for key in KEYS}
         first = pieces["exp_avg"][0]
         self.buffer = first.new_zeros(2 * sum(_room(t) for t in pieces["exp_avg"]))
         self.views = [{} for _ in states]
@@ -64,7 +68,7 @@ class Bucket:
                 views[key] = state[key] = _as(state[key], view)
 
 
-class Replicated(Team):
+class Replicated(GroupReducer):
     """Moments that are the same on all ranks, added up over them once per update.
 
     The sum of a bucket begins in the last backward of the update, as soon as all of its parameters are folded, where
@@ -78,25 +82,25 @@ class Replicated(Team):
         self.group = group
         self.bucket_bytes = bucket_bytes
         self.share = 1.0 if group is None or group.rank() == 0 else 0.0
-        self.buckets: list[Bucket] = []
-        self.bucket_of: dict[Tensor, Bucket] = {}
+        self.buckets: list[MomentBucket] = []
+        self.bucket_of: dict[Tensor, MomentBucket] = {}
         self.kinds: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
         self.begun = 0  # buckets of this update whose sum has begun
 
-    def open(self, optimizer: InvariantAdam) -> None:  # noqa: D102 - as Team has it
+    def open(self, queue: FoldQueue) -> None:  # noqa: D102 - as GroupReducer has it
         if self.group is not None:
-            params = [p for p in optimizer._params() if p.requires_grad]
-            kinds = {p: (p.device, optimizer._moment_dtype(p)) for p in params}
+            params = [p for p in queue.moments.params() if p.requires_grad]
+            kinds = {p: (p.device, queue.moments.dtype_of(p)) for p in params}
             if kinds != self.kinds:
                 self.kinds = kinds
-                self._divide(optimizer, params)
+                self._divide(queue, params)
             for bucket in self.buckets:
-                bucket.attach(optimizer, self)
+                bucket.attach(queue.moments, self)
                 bucket.ready.clear()
                 bucket.ours = False
         self.begun, self.late = 0, False
 
-    def _divide(self, optimizer: InvariantAdam, params: list[Tensor]) -> None:
+    def _divide(self, queue: FoldQueue, params: list[Tensor]) -> None:
         """Divide the parameters into buckets, last first: roughly the order in which a backward reaches them."""
         filling: dict[Any, list[Tensor]] = defaultdict(list)
         size: dict[Any, int] = defaultdict(int)
@@ -108,91 +112,91 @@ class Replicated(Team):
             if size[kind] >= self.bucket_bytes:
                 full.append(filling.pop(kind))
                 size[kind] = 0
-        self.buckets = [Bucket(params) for params in [*full, *filling.values()]]
+        self.buckets = [MomentBucket(params) for params in [*full, *filling.values()]]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
 
-    def begin(self, part: scalars.Part) -> scalars.Part:  # noqa: D102
-        part.keep = (part.keep[0] * self.share, part.keep[1] * self.share)
-        return part
+    def begin(self, tally: Tally) -> Tally:  # noqa: D102
+        tally.keep = (tally.keep[0] * self.share, tally.keep[1] * self.share)
+        return tally
 
-    def _hurries(self, optimizer: InvariantAdam) -> bool:
+    def _hurries(self, queue: FoldQueue) -> bool:
         """Whether what is complete is sent at once."""
-        return not self.alone and not self.late and (self.last or optimizer._update.expected is not None)
+        return not self.alone and not self.late and (self.last_backward or queue.update.expected is not None)
 
-    def before(self, optimizer: InvariantAdam, p: Tensor) -> None:  # noqa: D102
-        super().before(optimizer, p)
+    def before_fold(self, queue: FoldQueue, p: Tensor) -> None:  # noqa: D102
+        super().before_fold(queue, p)
         bucket = self.bucket_of.get(p)
         if bucket is not None and bucket.work is not None:
             self._wait(bucket)
-            self._keep_once(optimizer, bucket)
+            self._keep_once(queue, bucket)
             self.late = True
 
-    def after(self, optimizer: InvariantAdam, params: list[Tensor]) -> None:  # noqa: D102
-        update = optimizer._update
-        if not self._hurries(optimizer):
+    def after_fold(self, queue: FoldQueue, params: list[Tensor]) -> None:  # noqa: D102
+        update = queue.update
+        if not self._hurries(queue):
             return
         for p in params:
-            if self.last or update.parts[p].kappa >= (update.expected or 0.0) / self.size * _ROUNDING:
+            if self.last_backward or update.tallies[p].kappa >= (update.expected or 0.0) / self.size * _ROUNDING:
                 self.bucket_of[p].ready.add(p)
         while self.begun < len(self.buckets) and len(self._next.ready) == len(self._next.params):
-            if any(p in update.queue for p in self._next.params):
-                optimizer._flush_queue()  # which comes back here, and sends
+            if any(p in update.queued for p in self._next.params):
+                queue.flush_queued()  # which comes back here, and sends
             else:
-                self._launch(optimizer)
+                self._launch(queue)
 
-    def finish_last(self, optimizer: InvariantAdam) -> None:  # noqa: D102
-        if self.update is optimizer._update and self.agreed is not self.update and not self.late:
+    def end_last_backward(self, queue: FoldQueue) -> None:  # noqa: D102
+        if self.update is queue.update and self.reduced is not self.update and not self.late:
             while self.begun < len(self.buckets):
-                self._launch(optimizer)
+                self._launch(queue)
 
-    def reduce(self, optimizer: InvariantAdam) -> None:  # noqa: D102
-        self._finish(optimizer)
+    def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
+        self._finish(queue)
 
-    def again(self, optimizer: InvariantAdam) -> None:  # noqa: D102
+    def reduce_again(self, queue: FoldQueue) -> None:  # noqa: D102
         for bucket in self.buckets:
-            self._keep_once(optimizer, bucket)
+            self._keep_once(queue, bucket)
         self.begun = 0
-        self._finish(optimizer)
+        self._finish(queue)
 
     @property
-    def _next(self) -> Bucket:
+    def _next(self) -> MomentBucket:
         return self.buckets[self.begun]
 
-    def _finish(self, optimizer: InvariantAdam) -> None:
+    def _finish(self, queue: FoldQueue) -> None:
         while self.begun < len(self.buckets):
-            self._launch(optimizer)
+            self._launch(queue)
         for bucket in self.buckets:
             self._wait(bucket)
 
-    def _launch(self, optimizer: InvariantAdam) -> None:
+    def _launch(self, queue: FoldQueue) -> None:
         """Begin the sum of the next bucket; all ranks take them in the same order."""
-        bucket, parts = self._next, optimizer._update.parts
+        bucket, tallies = self._next, queue.update.tallies
         for p in bucket.params:
-            if p not in parts:  # no gradient on this rank, but perhaps on another
-                parts[p] = optimizer._begin(p)
-            part, state = parts[p], optimizer.state[p]
-            for key, keep in zip(("exp_avg", "exp_avg_sq"), part.keep, strict=True):
+            if p not in tallies:  # no gradient on this rank, but perhaps on another
+                tallies[p] = queue.begin(p)
+            tally, state = tallies[p], queue.moments.state[p]
+            for key, keep in zip(KEYS, tally.keep, strict=True):
                 if keep != 1.0:
                     self.local(state[key]).mul_(keep)
-            part.keep = ONES
+            tally.keep = ONES
         if not self.alone:
-            with in_touch("adding up moments"):
+            with lost_rank_named("adding up moments"):
                 bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
         bucket.ready.clear()
         bucket.ours = True
         self.begun += 1
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait(self, bucket: MomentBucket) -> None:
         if bucket.work is not None:
             bucket.work.wait()
             bucket.work = None
 
-    def _keep_once(self, optimizer: InvariantAdam, bucket: Bucket) -> None:
+    def _keep_once(self, queue: FoldQueue, bucket: MomentBucket) -> None:
         """Have moments that are all ranks' again counted once in the next sum."""
         if bucket.ours:
             bucket.ours = False
             for p in bucket.params:
-                optimizer._update.parts[p].keep = (self.share, self.share)
+                queue.update.tallies[p].keep = (self.share, self.share)
 
 
 def _room(t: Tensor) -> int:
@@ -228,5 +232,5 @@ def silence(model: nn.parallel.DistributedDataParallel) -> list[Tensor]:
         module.require_backward_grad_sync = False  # type: ignore[assignment]
 
     model.register_forward_pre_hook(no_sync)
-    model.one_pass_may = True  # type: ignore[assignment] # look inside
+    exchange.trust(model)
     return [b for b in model.module.buffers() if b.numel()] if model.broadcast_buffers else []

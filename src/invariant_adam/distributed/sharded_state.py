@@ -13,7 +13,7 @@ that has come to `step()` sends zeros for as long as another announces one.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..fold import hooks, scalars
-from ..fold.ranks import ONES, Team, in_pieces
+from ..fold import hooks
+from ..fold.moments import KEYS, Moments
+from ..fold.pair import ONES, Pair
+from ..fold.scalars import Tally
 from ..kernels import adam as kernels
-from .wire import all_gather, scatter_sum, scatter_sum_narrow
+from .group import GroupReducer
+from .wire import all_gather, in_pieces, scatter_sum, scatter_sum_narrow
 
 if TYPE_CHECKING:
-    from ..optimizer import InvariantAdam
+    from ..fold.queue import FoldQueue
 
 # Bytes of gradients that travel together; their squares come on top.
 BUCKET_BYTES = 25 << 20
@@ -35,15 +38,7 @@ _IN_FLIGHT = 2  # buckets that may be on the wire at once
 _ALIGNED = 4  # elements: each piece begins at a multiple of 16 bytes, where kernels load that many at a time
 
 
-class Gradient(NamedTuple):
-    """A gradient that waits for the others of its bucket; factors₁·grad and factors₂·square are then added up."""
-
-    grad: Tensor
-    square: Tensor | None  # None: the gradient's own
-    factors: tuple[float, float]
-
-
-class Bucket:
+class GradientBucket:
     """Parameters that travel together: to each rank its piece of one after the other, padded to the same size.
 
     Args:
@@ -55,7 +50,7 @@ class Bucket:
 
     def __init__(self, index: int, params: list[Tensor], ranks: int, dtype: torch.dtype) -> None:
         self.index, self.params, self.ranks, self.dtype = index, params, ranks, dtype
-        self.arrived: dict[Tensor, Gradient] = {}
+        self.arrived: dict[Tensor, Pair] = {}
         self.places: dict[Tensor, slice] = {}
         self.gaps: dict[Tensor, int] = {}  # elements that are left out after each
         self.views: list[dict[str, Tensor]] = []  # the moments of each parameter
@@ -67,19 +62,19 @@ class Bucket:
             start += size + self.gaps[p]
         self.size = start
 
-    def attach(self, optimizer: InvariantAdam, team: ShardedState) -> None:
+    def attach(self, moments: Moments, reducer: ShardedState) -> None:
         """Move this rank's pieces of the moments into one buffer, unless they are there already."""
-        states = [optimizer.state[p] for p in self.params]
+        states = [moments.state[p] for p in self.params]
         if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
             return
         self.moments = torch.zeros(2, self.size, dtype=self.dtype, device=self.params[0].device)
         self.views = []
         for p, state in zip(self.params, states, strict=True):
             start, views = self.places[p].start, {}
-            for key, row in zip(("exp_avg", "exp_avg_sq"), self.moments, strict=True):
-                piece = team.piece(p, state[key])
+            for key, row in zip(KEYS, self.moments, strict=True):
+                piece = reducer.piece(p, state[key])
                 view = row[start : start + piece.numel()].view(piece.shape)
-                views[key] = state[key] = team.whole(p, view.copy_(piece))
+                views[key] = state[key] = reducer.whole(p, view.copy_(piece))
             self.views.append(views)
 
     def pack(self, count: Tensor, guard: bool) -> Tensor:
@@ -96,11 +91,11 @@ class Bucket:
         rows = torch.empty(self.ranks, 2, self.size, dtype=self.dtype, device=device)
         found = [arrived.get(p) for p in self.params]
         grads = [p.new_zeros(p.shape) if x is None else x.grad for p, x in zip(self.params, found, strict=True)]
-        paired = any(x.square is not None for x in arrived.values())
+        paired = any(x.grad_sq is not None for x in arrived.values())
         squares = grads
         if paired:
             squares = [
-                g.to(self.dtype).square() if x is None or x.square is None else x.square
+                g.to(self.dtype).square() if x is None or x.grad_sq is None else x.grad_sq
                 for g, x in zip(grads, found, strict=True)
             ]
         self._lay([*grads, *squares], rows.view(self.ranks, -1))
@@ -127,13 +122,17 @@ class Bucket:
         if pieces:
             torch._chunk_cat(pieces, 0, self.ranks, out=rows)
 
-    def _scale(self, arrived: dict[Tensor, Gradient], g: Tensor, s: Tensor) -> None:
+    def _scale(self, arrived: dict[Tensor, Pair], g: Tensor, s: Tensor) -> None:
         """Put the factors on what was packed: at once where all have the same."""
-        kinds = {x.factors for x in arrived.values()}
-        for p, x in arrived.items() if len(kinds) > 1 else [(None, Gradient(g, s, kinds.pop()))]:
-            for rows, factor in zip((g, s), x.factors, strict=True):
+        kinds = {x.scale for x in arrived.values()}
+        if len(kinds) == 1:
+            places = [(slice(None), kinds.pop())]
+        else:
+            places = [(self.places[p], x.scale) for p, x in arrived.items()]
+        for place, scale in places:
+            for rows, factor in zip((g, s), scale, strict=True):
                 if factor != 1.0:
-                    (rows if p is None else rows[:, self.places[p]]).mul_(factor)
+                    rows[:, place].mul_(factor)
 
     def gather(self, pieces: list[Tensor]) -> Tensor:
         """Lay pieces of all parameters as their moments lie."""
@@ -168,7 +167,7 @@ class Bucket:
         torch._foreach_copy_(into, values)
 
 
-class ShardedState(Team):
+class ShardedState(GroupReducer):
     """Moments in pieces, one per rank, of weights that all ranks hold.
 
     Args:
@@ -177,7 +176,7 @@ class ShardedState(Team):
         bucket_bytes: bytes of gradients that travel together.
     """
 
-    takes_kernels = False
+    kernels_fold = False
 
     def __init__(
         self,
@@ -189,20 +188,20 @@ class ShardedState(Team):
         self.group, self.rank = group, group.rank()
         self.squares_dtype = squares_dtype
         self.bucket_bytes = bucket_bytes
-        self.buckets: list[Bucket] = []
-        self.bucket_of: dict[Tensor, Bucket] = {}
+        self.buckets: list[GradientBucket] = []
+        self.bucket_of: dict[Tensor, GradientBucket] = {}
         self.kinds: dict[Tensor, Any] = {}
         self.meshes: dict[str, DeviceMesh] = {}
         self.round: int | None = None  # the autograd task whose gradients come, -1 outside of one; None: none do
         self.begun = 0  # buckets of this round on their way
-        self.flying: list[tuple[Bucket, Any]] = []
+        self.flying: list[tuple[GradientBucket, Any]] = []
         self.announced: list[Any] = []
 
     # ---------------------------------------------------------------- pieces
 
-    def open(self, optimizer: InvariantAdam) -> None:  # noqa: D102 - as Team has it
-        params = [p for p in optimizer._params() if p.requires_grad]
-        kinds = {p: (p.device, p.dtype, optimizer._moment_dtype(p)) for p in params}
+    def open(self, queue: FoldQueue) -> None:  # noqa: D102 - as GroupReducer has it
+        params = [p for p in queue.moments.params() if p.requires_grad]
+        kinds = {p: (p.device, p.dtype, queue.moments.dtype_of(p)) for p in params}
         if kinds != self.kinds:
             self.kinds = kinds
             filling: dict[Any, list[Tensor]] = defaultdict(list)
@@ -213,10 +212,10 @@ class ShardedState(Team):
                 if sum(q.numel() for q in filling[kind]) * kind[2].itemsize >= self.bucket_bytes:
                     full.append((kind[2], filling.pop(kind)))
             full += [(kind[2], rest) for kind, rest in filling.items()]
-            self.buckets = [Bucket(i, params, self.size, dtype) for i, (dtype, params) in enumerate(full)]
+            self.buckets = [GradientBucket(i, params, self.size, dtype) for i, (dtype, params) in enumerate(full)]
             self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         for bucket in self.buckets:
-            bucket.attach(optimizer, self)
+            bucket.attach(queue.moments, self)
         self.round, self.begun = None, 0
 
     def piece(self, p: Tensor, moment: Tensor) -> Tensor:
@@ -248,62 +247,62 @@ class ShardedState(Team):
 
     # ---------------------------------------------------------------- gradients -> pieces of the moments
 
-    def absorb(  # noqa: D102
-        self, optimizer: InvariantAdam, params: list[Tensor], parts: list[scalars.Part], arrivals: list[Any]
+    def send(  # noqa: D102
+        self, queue: FoldQueue, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]
     ) -> bool:
         task = torch._C._current_graph_task_id()
-        optimizer._update.parts |= zip(params, parts, strict=True)
-        for p, part, x in zip(params, parts, arrivals, strict=True):
+        queue.update.tallies |= zip(params, tallies, strict=True)
+        for p, tally, x in zip(params, tallies, pairs, strict=True):
             bucket = self.bucket_of[p]
             # In a backward inside a backward a parameter may come twice, even after its bucket was sent.
             again = p in bucket.arrived or bucket.index < self.begun
             if self.round is not None and (self.round != task or again):
-                self._end_round(optimizer)
+                self._end_round(queue)
             if self.round is None:
-                self._begin_round(optimizer, task)
-            sign = 1.0 if x.signed else optimizer._sign(p)
-            grad, square = x.grad, x.square
+                self._begin_round(queue, task)
+            sign = 1.0 if x.signed else queue.sign(p)
+            grad, square = x.grad, x.grad_sq
             if x.borrowed:
                 grad, square = grad.clone(), None if square is None else square.clone()
             if not p.ndim and not self.alone:  # sent to every rank, but to be counted once
-                kernels.guard([grad], None if square is None else [square], optimizer._counter(grad.device))
+                kernels.guard([grad], None if square is None else [square], queue.nonfinite.counter(grad.device))
             factors = (x.kappa * sign * x.scale[0], x.kappa * sign**2 * x.scale[1])
-            bucket.arrived[p] = Gradient(grad, square, factors)
-            optimizer._update.kinds.add(x.square is not None)
-            part.kappa += x.kappa
+            bucket.arrived[p] = Pair(grad, square, x.kappa, factors, signed=True)
+            queue.update.kinds.add(x.grad_sq is not None)
+            tally.kappa += x.kappa
             while self.begun < len(self.buckets):
                 bucket = self.buckets[self.begun]
                 if len(bucket.arrived) < len(bucket.params):
                     break
-                self._send(optimizer)
-        if optimizer._fold_in == "call":
-            self._end_round(optimizer)
+                self._send(queue)
+        if not queue.in_backward:
+            self._end_round(queue)
         return True
 
-    def reduce(self, optimizer: InvariantAdam) -> None:  # noqa: D102
+    def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
         if self.round is not None:
-            self._end_round(optimizer)
+            self._end_round(queue)
         while self._announce(0.0):  # another rank has a backward more
-            self._send_rest(optimizer)
+            self._send_rest(queue)
         while self.flying:
-            self._land(optimizer)
+            self._land(queue)
         self.announced.clear()
 
-    def drop(self, optimizer: InvariantAdam) -> None:  # noqa: D102 - as Ranks has it
-        super().drop(optimizer)
+    def drop_update(self, queue: FoldQueue) -> None:  # noqa: D102 - as Reducer has it
+        super().drop_update(queue)
         for bucket in self.buckets:
             bucket.arrived = {}
         self.flying, self.announced, self.round, self.begun = [], [], None, 0
 
-    def _begin_round(self, optimizer: InvariantAdam, task: int) -> None:
+    def _begin_round(self, queue: FoldQueue, task: int) -> None:
         self.round = task
         self.announced.append(self._announce(1.0, wait=False))
         if task >= 0:
-            hooks.when_finished(lambda: self._end_round(optimizer) if self.round == task else None)
+            hooks.when_finished(lambda: self._end_round(queue) if self.round == task else None)
 
-    def _end_round(self, optimizer: InvariantAdam) -> None:
+    def _end_round(self, queue: FoldQueue) -> None:
         with torch.no_grad():
-            self._send_rest(optimizer)
+            self._send_rest(queue)
         self.round = None
 
     def _announce(self, value: float, wait: bool = True) -> Any:
@@ -318,15 +317,15 @@ class ShardedState(Team):
         work.wait()
         return number.item()
 
-    def _send_rest(self, optimizer: InvariantAdam) -> None:
+    def _send_rest(self, queue: FoldQueue) -> None:
         while self.begun < len(self.buckets):
-            self._send(optimizer)
+            self._send(queue)
         self.begun = 0
 
-    def _send(self, optimizer: InvariantAdam) -> None:
+    def _send(self, queue: FoldQueue) -> None:
         """Send the next bucket; all ranks take them in the same order."""
         bucket = self.buckets[self.begun]
-        rows = bucket.pack(optimizer._counter(bucket.params[0].device), guard=not self.alone)
+        rows = bucket.pack(queue.nonfinite.counter(bucket.params[0].device), guard=not self.alone)
         self.begun += 1
         narrow = self.squares_dtype
         if self.alone:
@@ -342,30 +341,29 @@ class ShardedState(Team):
 
         self.flying.append((bucket, landing))
         if len(self.flying) > _IN_FLIGHT:
-            self._land(optimizer)
+            self._land(queue)
 
-    def _land(self, optimizer: InvariantAdam) -> None:
+    def _land(self, queue: FoldQueue) -> None:
         """Fold the bucket that was sent first into this rank's pieces of the moments."""
         bucket, landing = self.flying.pop(0)
         grads, squares = landing().view(2, -1)
-        parts = optimizer._update.parts
+        tallies = queue.update.tallies
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in bucket.params:
-            part = parts.get(p)
-            if part is None:  # no gradient on this rank, but perhaps on another
-                part = parts[p] = optimizer._begin(p)
-            alike[part.keep, part.b].append(p)
-            part.keep = ONES
+            tally = tallies.get(p)
+            if tally is None:  # no gradient on this rank, but perhaps on another
+                tally = tallies[p] = queue.begin(p)
+            alike[tally.keep, tally.b].append(p)
+            tally.keep = ONES
         for (keep, gain), params in alike.items():
             lists = [[x] for x in (grads, squares, *bucket.moments)]
             if len(alike) > 1:
                 lists = [[x[bucket.places[p]] for p in params] for (x,) in lists]
-            kernels.fold(*lists, keep=keep, gain=gain, count=optimizer._counter(grads.device))
+            kernels.fold(*lists, keep=keep, gain=gain, count=queue.nonfinite.counter(grads.device))
 
     # ---------------------------------------------------------------- weights -> everyone
 
-    def moved(self, optimizer: InvariantAdam) -> None:  # noqa: D102
-        super().moved(optimizer)
+    def gather_weights(self, queue: FoldQueue) -> None:  # noqa: D102
         if self.alone:
             return
         landing = []
@@ -377,7 +375,7 @@ class ShardedState(Team):
             work.wait()
             bucket.spread(rows)
         # What every rank has of its own was summed in another order on each; the first's is everyone's.
-        scalars = [optimizer.state[p][key] for p in self.kinds if not p.ndim for key in ("exp_avg", "exp_avg_sq")]
+        scalars = [queue.moments.state[p][key] for p in self.kinds if not p.ndim for key in KEYS]
         if scalars:
             together = torch.stack(scalars)
             dist.broadcast(together, dist.get_global_rank(self.group, 0), group=self.group)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..scaling import check_hyperparameters
+from .scalars import Tally
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -50,17 +51,6 @@ _UNSUPPORTED = {
     "capturable": "the scalars of an update are computed on the host",
     "differentiable": "the moments are updated in place",
 }
-
-
-OLDEST = "2.11"  # the first torch on which compiled one passes and FSDP2 were tried; on 2.6 both fail
-
-
-def need_torch(what: str, remedy: str) -> None:
-    """Refuse, by name, what older versions of torch cannot do or were never held against the loop in."""
-    if torch.__version__ < OLDEST:  # torch compares them as versions
-        raise RuntimeError(
-            f"{what} needs torch {OLDEST} or newer, and this is {torch.__version__}; update it, or {remedy}"
-        )
 
 
 def check_adamw_options(options: dict[str, Any]) -> None:
@@ -180,4 +170,55 @@ def refuse_ranks() -> None:
             f"a process group of {group.get_world_size()} ranks is up, and this InvariantAdam knows of one only: the "
             "ranks would drift apart in silence. Call invariant_adam.distributed.prepare(model, opt) on every rank "
             "before the first backward, and opt.abandon() now"
+        )
+
+
+def unfolded(name: str, in_backward: bool, lost: int) -> str:
+    """Say why a gradient stands on a parameter at `step()`, where none should.
+
+    Args:
+        name: of the parameter.
+        in_backward: whether gradients are folded by hooks.
+        lost: how many parameters had no hook.
+    """
+    found = f"step() found a gradient on parameter {name} that was never folded: "
+    if not in_backward:
+        return found + "call opt.fold() after each micro-batch's backward, before step()"
+    if lost:
+        return found + (
+            f"the fold hooks of {lost} parameters were missing (the parameters were copied, replaced or unfrozen "
+            "after the optimizer was built) and are registered now; call opt.abandon() and run the micro-batches "
+            "of this update again"
+        )
+    return found + (
+        "it was assigned after the backward, by hand or by a wrapper such as DistributedDataParallel; drop the "
+        'update with opt.abandon(), and unwrap the model or use InvariantAdam(fold="call") and opt.fold()'
+    )
+
+
+def surprise(tally: Tally, beta: float) -> str | None:
+    """Say that an update is so unlike the one before that m forgets far more or less than β₁′; None: it is not."""
+    if tally.a is None:
+        return None
+    got = tally.a[0] / (tally.a[0] + tally.b[0] * tally.kappa)
+    if abs(got - beta) <= 0.1:
+        return None
+    return (
+        f"an update of {tally.kappa:g} micro-batches came where the one before let another size expect: m keeps "
+        f"{got:.2g} of its past instead of {beta:.2g}. Announce the size with opt.expect(kappa) before its first "
+        "backward"
+    )
+
+
+def check_ragged(samples: int, size: int | None) -> None:
+    """Refuse a ragged micro-batch of a size that is unknown or too large."""
+    if size is None:
+        raise ValueError(
+            f"ragged(samples={samples}) needs to know the size of a full micro-batch; give micro_batch_size to "
+            "InvariantAdam"
+        )
+    if not 0 < samples <= size:
+        raise ValueError(
+            f"ragged(samples={samples}) must be between 1 and micro_batch_size={size}: the square of a larger "
+            "micro-batch is on another scale; split it"
         )

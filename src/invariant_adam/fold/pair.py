@@ -21,24 +21,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # Parameter -> what to call when its pair, and perhaps others', are complete.
 _subscribers = WeakTensorKeyDictionary()
-_ONES = (1.0, 1.0)
+ONES = (1.0, 1.0)
 
 
 class Pair(NamedTuple):
-    """The mean gradient and the mean squared micro-batch gradient of κ micro-batches."""
+    """A gradient as it arrives: of one micro-batch, or the mean of κ with the mean of their squares."""
 
     grad: Tensor
-    grad_sq: Tensor
-    kappa: float
-    scale: tuple[float, float] = _ONES  # factors still to be put on grad and grad_sq
+    grad_sq: Tensor | None  # None: `grad` is one micro-batch's, and its own square is meant
+    kappa: float  # micro-batches; a ragged one counts n/M
+    scale: tuple[float, float] = ONES  # factors still to be put on grad and grad_sq
     borrowed: bool = False  # the memory of both is soon another's: they cannot wait
+    signed: bool = False  # `maximize` and `loss_divisor` are in it already
 
     def means(self) -> Pair:
         """The pair with its factors put on it."""
-        if self.scale == _ONES:
+        if self.scale == ONES:
             return self
         # Not in place: a layer may have cut the pairs of its weight and its bias from one tensor.
-        grad, grad_sq = (t if factor == 1.0 else t * factor for t, factor in zip(self[:2], self.scale, strict=True))
+        grad, grad_sq = (
+            t if t is None or factor == 1.0 else t * factor for t, factor in zip(self[:2], self.scale, strict=True)
+        )
+        assert grad is not None
         return Pair(grad, grad_sq, self.kappa)
 
 
@@ -98,8 +102,16 @@ def put(p: Tensor, new: Pair, taker: Taker | None) -> None:
         taker([p], [new])
         return
     grad, grad_sq, kappa = new.means()[:3]
-    p.grad, p.grad_sq, p.grad_kappa = grad, grad_sq, kappa  # type: ignore[attr-defined]
-    grad_sq.made_with = grad._version, _ONES  # type: ignore[attr-defined]
+    assert grad_sq is not None
+    p.grad = grad
+    leave(p, grad_sq, kappa, ONES)
+
+
+def leave(p: Tensor, grad_sq: Tensor, kappa: float, scale: tuple[float, float]) -> None:
+    """Put the square beside the gradient that is on `p`, and remember that they belong together."""
+    assert p.grad is not None
+    p.grad_sq, p.grad_kappa = grad_sq, kappa  # type: ignore[attr-defined]
+    grad_sq.made_with = p.grad._version, scale  # type: ignore[attr-defined]
 
 
 def joined(p: Tensor, new: Pair) -> Pair:
@@ -108,8 +120,10 @@ def joined(p: Tensor, new: Pair) -> Pair:
     if found is None:
         return new
     before, new, total = found.means(), new.means(), found.kappa + new.kappa
-    grad, grad_sq = ((a * before.kappa + b * new.kappa) / total for a, b in zip(before[:2], new[:2], strict=True))
-    return Pair(grad, grad_sq, total)
+    assert before.grad_sq is not None
+    assert new.grad_sq is not None
+    grad = (before.grad * before.kappa + new.grad * new.kappa) / total
+    return Pair(grad, (before.grad_sq * before.kappa + new.grad_sq * new.kappa) / total, total)
 
 
 def is_there(p: Tensor) -> bool:
@@ -130,7 +144,7 @@ def peek(p: Tensor) -> Pair | None:
             "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
             "the optimizer's zero_grad()"
         )
-    version, scale = getattr(grad_sq, "made_with", (p.grad._version, _ONES))
+    version, scale = getattr(grad_sq, "made_with", (p.grad._version, ONES))
     if version != p.grad._version:
         raise RuntimeError(
             f"p.grad of a parameter of shape {tuple(p.shape)} was changed in place after one_pass left it (clipped? "

@@ -14,8 +14,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from ..scaling import RULES, check_rho
 
 Counters = dict[str, float]
+
+
+def rho_at(group: dict[str, Any], kappa: float) -> float:
+    """ρ = κM/B₀: how much larger an update of κ micro-batches is than the tuned one."""
+    micro = group["micro_batch_size"] or 1
+    return float(kappa * micro / (group["tuned_batch_size"] or micro))
+
+
+def tuned_kappa(group: dict[str, Any]) -> float:
+    """B₀/M: the micro-batches of the tuned batch."""
+    micro = group["micro_batch_size"] or 1
+    return float((group["tuned_batch_size"] or micro) / micro)
+
+
+def betas_at(group: dict[str, Any], kappa: float) -> tuple[float, float]:
+    """β₁′ and β₂′ of an update of κ micro-batches; refused where the rule has none."""
+    name, (beta1, beta2), rho = group["rule"], group["betas"], rho_at(group, kappa)
+    micro = group["micro_batch_size"] or 1
+    check_rho(name, rho, group["betas"], batch=kappa * micro, tuned=group["tuned_batch_size"] or micro)
+    rule = RULES[name]
+    return rule.beta(beta1, rho), rule.beta(beta2, rho)
 
 
 def fresh() -> Counters:
@@ -38,54 +62,54 @@ def after_adam(betas: tuple[float, float], step: float) -> Counters:
 
 
 @dataclass(slots=True)
-class Part:
-    """A parameter's part in the update that is open."""
+class Tally:
+    """One parameter in the open update: its coefficients, and the micro-batches folded so far."""
 
     a: tuple[float, float] | None  # what the moments keep of themselves; None: free, chosen when κ is known
     b: tuple[float, float]  # what one micro-batch adds
     keep: tuple[float, float]  # factor of the next fold on the moments: a over the c that is owed, then 1
     kappa: float = 0.0  # micro-batches folded; a ragged one counts n/M
 
-    def copy(self) -> Part:
-        """Return another part that stands where this one does."""
-        return Part(self.a, self.b, self.keep, self.kappa)
+    def copy(self) -> Tally:
+        """Return another tally that stands where this one does."""
+        return Tally(self.a, self.b, self.keep, self.kappa)
 
 
-def begin_free() -> Part:
+def begin_free() -> Tally:
     """Begin the first update of all: m = v = 0, so any scale will do until κ is known.
 
     Plain sums are folded, and `close` chooses a. A constant κ is therefore exact with nothing declared.
     """
-    return Part(a=None, b=(1.0, 1.0), keep=(1.0, 1.0))
+    return Tally(a=None, b=(1.0, 1.0), keep=(1.0, 1.0))
 
 
-def begin(counters: Counters, betas: tuple[float, float], kappa: float) -> Part:
+def begin(counters: Counters, betas: tuple[float, float], kappa: float) -> Tally:
     """Begin an update of `kappa` expected micro-batches, whose own betas are `betas`."""
-    return Part(
+    return Tally(
         a=betas,
         b=((1 - betas[0]) / kappa, (1 - betas[1]) / kappa),
         keep=(betas[0] / counters["norm1"], betas[1] / counters["norm2"]),
     )
 
 
-def close(counters: Counters, part: Part, betas: tuple[float, float]) -> Counters:
-    """Return the counters after an update of `part.kappa` micro-batches.
+def close(counters: Counters, tally: Tally, betas: tuple[float, float]) -> Counters:
+    """Return the counters after an update of `tally.kappa` micro-batches.
 
     Args:
         counters: those before the update.
-        part: what was folded.
-        betas: the betas of an update of exactly `part.kappa` micro-batches; used where the scale was free.
+        tally: what was folded.
+        betas: the betas of an update of exactly `tally.kappa` micro-batches; used where the scale was free.
 
-    >>> part = begin_free()
-    >>> part.kappa = 2.0  # two gradients summed: m = g₁ + g₂ is 20 times the average 0.1·mean g
-    >>> new = close(fresh(), part, (0.9, 0.999))
+    >>> tally = begin_free()
+    >>> tally.kappa = 2.0  # two gradients summed: m = g₁ + g₂ is 20 times the average 0.1·mean g
+    >>> new = close(fresh(), tally, (0.9, 0.999))
     >>> round(new["norm1"], 9), round(new["debias1"], 9)
     (20.0, 0.9)
     """
-    kappa = part.kappa
+    kappa = tally.kappa
     # Free: the a for which the plain sums, b = 1, are an average with exactly γ' = 1 - β'.
-    a1, a2 = part.a or (kappa * betas[0] / (1 - betas[0]), kappa * betas[1] / (1 - betas[1]))
-    b1, b2 = part.b
+    a1, a2 = tally.a or (kappa * betas[0] / (1 - betas[0]), kappa * betas[1] / (1 - betas[1]))
+    b1, b2 = tally.b
     c1, c2 = a1 + b1 * kappa, a2 + b2 * kappa
     return {
         "debias1": counters["debias1"] * a1 / c1,

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import checks, hooks, scalars
+from . import checks, hooks
+from .scalars import Tally
+
+if TYPE_CHECKING:
+    from ..kernels.adam import Fold
 
 # Counts are sums of n/M; two that should be equal may differ by rounding.
 _ROUNDING = 1 + 1e-9
-
-
-class Fold(NamedTuple):
-    """A gradient, or a pair, that is counted and still to be folded: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g²."""
-
-    param: Tensor
-    grad: Tensor
-    square: Tensor | None
-    keep: tuple[float, float]
-    gain: tuple[float, float]
-    place: int  # on the tape of a capture; -1 where there is none
 
 
 @dataclass
 class Update:
     """What is folded into an update that no step has closed yet."""
 
-    parts: dict[Tensor, scalars.Part] = field(default_factory=dict)
-    # Parts that begin alike, by the history they go on from: nearly all parameters share one.
-    begun: dict[Any, scalars.Part] = field(default_factory=dict)
+    tallies: dict[Tensor, Tally] = field(default_factory=dict)
+    # Tallies that begin alike, by the history they go on from: nearly all parameters share one.
+    begun: dict[Any, Tally] = field(default_factory=dict)
     # Weight of each micro-batch, by the autograd task or the fold() call that brought it.
     micro_batches: dict[int, float] = field(default_factory=dict)
     unfinished: set[int] = field(default_factory=set)  # autograd tasks that have not come to their end
@@ -41,19 +34,19 @@ class Update:
     expected: float | None = None  # κ as the user declared it
     # Counted and not folded: small gradients that share a launch at the end of their backward, and those that wait
     # for the step because they are all that their parameter gets.
-    queue: dict[Tensor, Fold] = field(default_factory=dict)
+    queued: dict[Tensor, Fold] = field(default_factory=dict)
     late: dict[Tensor, Fold] = field(default_factory=dict)
-    queued: int = 0  # elements in the queue
+    elements: int = 0  # in `queued`
 
     @property
     def kappa(self) -> float:
         """κ, micro-batches so far; a ragged one counts n/M."""
-        return max([sum(self.micro_batches.values()), *(part.kappa for part in self.parts.values())])
+        return max([sum(self.micro_batches.values()), *(tally.kappa for tally in self.tallies.values())])
 
     def expect(self, kappa: float) -> None:
         """Take the user's word for κ."""
         checks.check_positive("kappa", kappa)
-        if self.parts:
+        if self.tallies:
             raise RuntimeError(
                 f"expect({kappa:g}) came after {self.kappa:g} micro-batches of this update were folded with another "
                 "expectation; call it before the first backward of the update, or drop them with opt.abandon()"
@@ -93,7 +86,7 @@ class Update:
         Args:
             name: parameter -> its name in messages.
         """
-        if not self.parts:
+        if not self.tallies:
             raise RuntimeError(
                 "step() found no gradient: no backward reached the parameters of this optimizer since the last step; "
                 "check that it was built on the parameters the model has now"
@@ -103,19 +96,19 @@ class Update:
                 "a backward of this update did not come to its end, so that some parameters were folded and some were "
                 "not; drop the update with opt.abandon() and run its micro-batches again"
             )
-        counts = {part.kappa for part in self.parts.values()}
+        counts = {tally.kappa for tally in self.tallies.values()}
         if len(counts) == 1 and not self.nested and (self.expected is None or counts.pop() <= self.expected):
             return  # as nearly always
-        most = max(self.parts, key=lambda p: self.parts[p].kappa)
-        least = min(self.parts, key=lambda p: self.parts[p].kappa)
-        if len(self.kinds) > 1 and self.parts[least].kappa * _ROUNDING < self.parts[most].kappa:
+        most = max(self.tallies, key=lambda p: self.tallies[p].kappa)
+        least = min(self.tallies, key=lambda p: self.tallies[p].kappa)
+        if len(self.kinds) > 1 and self.tallies[least].kappa * _ROUNDING < self.tallies[most].kappa:
             raise RuntimeError(
                 f"some gradients of this update came by one_pass and some plainly, and parameter {name(least)} has "
-                f"{self.parts[least].kappa:g} micro-batches where {name(most)} has {self.parts[most].kappa:g}: a whole "
-                "mini-batch was taken for one micro-batch. Open one_pass on the module that holds all parameters; drop "
-                "the update with opt.abandon()"
+                f"{self.tallies[least].kappa:g} micro-batches where {name(most)} has {self.tallies[most].kappa:g}: a "
+                "whole mini-batch was taken for one micro-batch. Open one_pass on the module that holds all "
+                "parameters; drop the update with opt.abandon()"
             )
-        folded, seen = self.parts[most].kappa, sum(self.micro_batches.values())
+        folded, seen = self.tallies[most].kappa, sum(self.micro_batches.values())
         if self.nested and self.expected is None and folded > seen * _ROUNDING:
             raise RuntimeError(
                 f"parameter {name(most)} got {folded:g} gradients in {seen:g} backwards that can be told apart: "

@@ -21,18 +21,22 @@ from . import adam_torch
 from .adam_torch import clip, guard
 from .ops import operator
 
-__all__ = ["Target", "clip", "fold", "fold_step", "guard", "step"]
+__all__ = ["Fold", "clip", "fold", "fold_step", "guard", "step"]
 
 
-class Target(NamedTuple):
-    """Where a kernel that makes a pair folds it itself: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g²."""
+class Fold(NamedTuple):
+    """A gradient as it is folded: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g²."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
     keep: tuple[float, float]
     gain: tuple[float, float]
     count: Tensor  # type: ignore[assignment]  # of elements left out because they are not finite
-    slots: Tensor | None = None  # keep and gain, the first four there, in place of the floats
+    slots: Tensor | None = None  # keep and gain on the device, in place of the floats
+    grad: Tensor | None = None  # None: the kernel that makes the gradient folds it as it goes
+    square: Tensor | None = None
+    param: Tensor | None = None
+    place: int = -1  # its row in a Recorder
 
 
 @cache

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import chip
-from .adam import Target
+from .adam import Fold
 from .adam_triton import LIMIT
 from .conv_square import Geometry
 from .gemm_square_triton import _fold_tile, _round_tf32
@@ -270,7 +270,7 @@ def implicit(
     config: Config,
     D: Tensor,
     S: Tensor,
-    into: Target | None = None,
+    into: Fold | None = None,
 ) -> None:
     """Write dW to D and its square to S, or fold them into these moments, with the numbers of `into`.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import chip, tuning
 from . import gemm_square as products
-from .adam import Target
+from .adam import Fold
 from .conv_square import Geometry, one_by_one
 from .conv_square_triton import Config, box, boxed, depthwise, implicit, pack
 from .launch import cdiv, next_power_of_2
@@ -53,7 +53,7 @@ def conv_square(
     geo: Geometry,
     c: Tensor | None = None,
     *,
-    into: Target | None = None,
+    into: Fold | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dW and S in float32, of G (κ, m, O, H_out, W_out) and X (κ, m, I, H, W); c (κ,) weighs the squares.
@@ -85,7 +85,7 @@ class Task(NamedTuple):
     config: Config
     D: Tensor
     S: Tensor
-    into: Target | None
+    into: Fold | None
 
 
 # --------------------------------------------------------------------------- the ways

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import chip, tuning
-from .adam import Target
+from .adam import Fold
 from .adam_triton import LIMIT
 from .launch import Launch, Tiles, cdiv
 from .ops import operator
@@ -152,7 +152,7 @@ def serves(G: Tensor) -> bool:
 
 
 def gemm_square(
-    G: Tensor, X: Tensor, c: Tensor | None = None, *, into: Target | None = None, config: Config | None = None
+    G: Tensor, X: Tensor, c: Tensor | None = None, *, into: Fold | None = None, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) in float32, of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares.
 

@@ -18,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ..fold import hooks, pair
-from ..fold.checks import need_torch
 from . import batch_norm
 from .check import verify
 from .dispatch import OnePassParameter
@@ -93,8 +92,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise ValueError(f"batch_dim must be >= 0, got {batch_dim}")
         if weights is not None and reduction == "sum":
             raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
-        if hasattr(model, "_orig_mod"):
-            need_torch("one_pass on a compiled model", "pass the model uncompiled")
         self.model, self.micro, self.reduction = model, micro_batch_size, reduction
         self.batch_size, self.weights, self.ragged, self.check = batch_size, weights, ragged, check
         self.into = into

@@ -263,9 +263,13 @@ class Engine:
 def _parameters(model: nn.Module, sharded: bool) -> Iterable[tuple[str, Tensor]]:
     if not sharded:
         return model.named_parameters(remove_duplicate=False)
-    from ..distributed.fsdp import unsharded_parameters
+    from . import exchange
 
-    return unsharded_parameters(model)
+    for source in exchange.sources:
+        found = source(model)
+        if found is not None:
+            return found
+    raise UnsupportedUse("FSDP2: call invariant_adam.distributed.prepare(model, opt) first")
 
 
 def _structure(model: nn.Module) -> tuple[list[Any], list[_BatchNorm]]:
@@ -292,7 +296,10 @@ def _structure(model: nn.Module) -> tuple[list[Any], list[_BatchNorm]]:
 
 def _refuse_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel) and not hasattr(module, "one_pass_may"):
+        if (
+            isinstance(module, nn.parallel.DistributedDataParallel)
+            and module not in __import__("invariant_adam.one_pass.exchange", fromlist=["x"]).trusted
+        ):
             raise UnsupportedUse(
                 "the model is wrapped in DistributedDataParallel, which reduces gradients but not their squares; "
                 "call invariant_adam.distributed.prepare(model, opt) first"

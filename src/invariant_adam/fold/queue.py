@@ -1,0 +1,401 @@
+"""Micro-batch gradients -> m and v: `FoldQueue`, which an optimizer fills and its `step` empties.
+
+The way of a gradient: a hook or a call brings it as a `Pair` (`push`); it is counted in the open update, which makes it
+a `Fold` (`count`); and it is folded, now or later. A small one waits for others to share a launch with; one that is
+known to be a whole update waits for the step, which folds it and moves the weights in the same pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import adam as kernels
+from ..kernels.adam import Fold
+from . import checks, hooks, pair, scalars
+from .launcher import Launcher, Step
+from .moments import Moments, NonFinite
+from .pair import ONES, Pair
+from .reducer import Reducer
+from .scalars import Tally
+from .update import Update
+
+# Where launches are worth sharing: gradients wait for others until the end of their backward, at most ROOM elements
+# of them at a time: 32 MiB of float32 pairs.
+SHARING = frozenset({"cuda", "xpu", "mps"})
+ROOM = 1 << 22
+
+
+class FoldQueue:
+    """Folds the gradients of an optimizer's parameters into their moments.
+
+    Args:
+        moments: where they go.
+        in_backward: whether gradients come by autograd hooks (fold="backward"), or by `push` alone (fold="call").
+        nonfinite: counts the elements that are left out.
+    """
+
+    def __init__(self, moments: Moments, *, in_backward: bool, nonfinite: NonFinite) -> None:
+        self.moments, self.in_backward, self.nonfinite = moments, in_backward, nonfinite
+        self.loss_divisor = 1.0
+        self.max_micro_norm: float | None = None
+        self.weight = 1.0  # n/M of the micro-batch at hand
+        self.update = Update()
+        self.surprised = False  # the user was warned of an update whose size nobody announced
+        self._start()
+
+    def _start(self) -> None:
+        """What a copy does not take over: who else is there, and which parameters are hooked."""
+        self.reducer = Reducer()  # `distributed.prepare` puts its own here
+        self.launcher = Launcher()  # a capture puts its own here
+        self._hooked: set[Tensor] = set()  # parameters whose gradients come here by a hook
+        self._bound: list[int] = []  # ids of all parameters, while each has its state and its hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        left = ("reducer", "launcher", "_hooked", "_bound")
+        return {name: value for name, value in self.__dict__.items() if name not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    # ---------------------------------------------------------------- which gradients come here
+
+    def bind(self, take: bool = False) -> int:
+        """Give state and a hook to each parameter that lacks one; return how many hooks were missing.
+
+        Args:
+            take: take parameters over from another optimizer that folds them, as a newly built one does.
+        """
+        moments = self.moments
+        ids = [id(p) for p in moments.params()]
+        if ids == self._bound and len(moments.state) >= len(ids) and not take:
+            return 0
+        missing, self._bound = 0, ids
+        for index, group in enumerate(moments.groups):
+            for p in group["params"]:
+                moments.ensure(p, index)
+                if p in self._hooked:
+                    continue
+                if not p.requires_grad:
+                    self._bound = []  # look again: it may be unfrozen
+                    continue
+                if not take and hooks.owner(p) is not None:
+                    self._bound = []
+                    raise RuntimeError(
+                        f"parameter {moments.name(p)} now belongs to an InvariantAdam that was built later on the same "
+                        "parameters; drop one of the two"
+                    )
+                missing += 1
+                self.own(p)
+        return missing
+
+    def own(self, p: Tensor) -> None:
+        """Have the gradients of `p` come here."""
+        hooks.own(p, self, hook=self.in_backward)  # which tells the owner before, us perhaps
+        self._hooked.add(p)
+
+    def on_taken(self, p: Tensor) -> None:
+        """Note that another optimizer folds the gradients of `p` from now on."""
+        self._hooked.discard(p)
+        self._bound = []
+
+    def rebind(self) -> None:
+        """Look at every parameter again: a state was loaded."""
+        self._bound = []
+        self.bind()
+
+    def on_grad(self, p: Tensor) -> None:
+        """Fold what a backward just left on `p`: a micro-batch gradient, or one that FSDP2 has reduced."""
+        if torch.is_grad_enabled():  # create_graph=True; elsewhere the context would only cost time
+            with torch.no_grad():
+                self.on_grad(p)
+            return
+        reduced = self.reducer.take_reduced(self, p)
+        if reduced is not None:
+            self.update.watch_backward(self.flush_queued)
+            self.push([p], [reduced])
+            return
+        if pair.is_there(p):
+            self.update.watch_backward(self.flush_queued)
+        else:
+            self.update.count_backward(self.weight, self.flush_queued)
+        self.push([p])
+
+    def on_pairs(self, params: list[Tensor], pairs: list[Pair]) -> None:
+        """Fold pairs of a one-pass mini-batch, just made by a backward."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.on_pairs(params, pairs)
+            return
+        self.update.watch_backward(self.flush_queued)
+        self.push(params, list(map(self._local, params, pairs)))
+
+    @property
+    def room(self) -> int:
+        """Elements of pairs that may wait, before they come here, to share a launch with others."""
+        alone = self.reducer.gradients_wait  # others are to be sent each gradient as it comes
+        return ROOM if alone and next(self.moments.params()).device.type in SHARING else 0
+
+    # ---------------------------------------------------------------- Pair -> Fold
+
+    def push(self, params: list[Tensor], pairs: list[Pair] | None = None) -> None:
+        """Count and fold pairs of `params`; by default what is on the parameters, which is taken off."""
+        if not self.launcher.captures:
+            checks.refuse_capture(params[0])
+        if self.max_micro_norm is not None and (pairs or any(pair.is_there(p) for p in params)):
+            raise RuntimeError(
+                f"max_micro_norm={self.max_micro_norm:g} clips each micro-batch gradient, and a one-pass mini-batch "
+                "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
+            )
+        update, reducer = self.update, self.reducer
+        tallies = [self.tally(p) for p in params]  # refuses before anything changes
+        if update.late or update.queued:
+            for p, tally in zip(params, tallies, strict=True):
+                if tally.kappa and (p in update.late or p in update.queued):
+                    self.flush()
+        pairs = self._condition(params, pairs or [self._take(p) for p in params])
+        if reducer.send(self, params, tallies, pairs):
+            return
+        now = []
+        # A list has waited for each other already.
+        sharing = self.in_backward and len(params) == 1 and torch._C._current_graph_task_id() >= 0
+        for p, tally, x in zip(params, tallies, pairs, strict=True):
+            update.kinds.add(x.grad_sq is not None)
+            fold = self.count(p, tally, x)
+            if update.expected is not None and self._is_whole(tally, x):
+                update.late[p] = fold
+            elif sharing and x.grad.numel() < ROOM and not x.borrowed and x.grad.device.type in SHARING:
+                # It waits for the end of the backward that is running, to share a launch with others.
+                size = x.grad.numel()
+                update.elements += size
+                if update.elements > ROOM:
+                    self.flush_queued()
+                    update.elements = size
+                update.queued[p] = fold
+                reducer.after_fold(self, [p])
+            else:
+                now.append(fold)
+        if now:
+            self._launch(now)
+
+    def _take(self, p: Tensor) -> Pair:
+        """Take the gradient or the pair off `p`."""
+        found = pair.take(p) if pair.is_there(p) else None
+        if found is not None:
+            return self._local(p, found)
+        grad = _detached(p.grad)
+        p.grad = None
+        if grad.layout != torch.strided:
+            # A sparse gradient comes in pieces (uncoalesced), to be summed before the square: made dense, it is.
+            grad = grad.to_dense()
+        elif 0 in grad.stride():
+            grad = grad.clone()  # expanded, not to be written to
+        return Pair(self.reducer.gradient(p, grad), None, self.weight)
+
+    def _local(self, p: Tensor, found: Pair) -> Pair:
+        """This rank's piece of a pair."""
+        piece = self.reducer.gradient
+        assert found.grad_sq is not None
+        grad, square = _detached(piece(p, found.grad)), _detached(piece(p, found.grad_sq))
+        return Pair(grad, square, found.kappa, found.scale, found.borrowed)
+
+    def _condition(self, params: list[Tensor], pairs: list[Pair]) -> list[Pair]:
+        """Make the gradients what is to be squared: clipped, with L2 decay inside."""
+        if self.max_micro_norm is not None:
+            for x in pairs:  # before their norm is taken
+                kernels.guard([x.grad], None, self.nonfinite.counter(x.grad.device))
+            clipped = kernels.clip([x.grad for x in pairs], self.max_micro_norm, self.loss_divisor)
+            pairs = [x._replace(grad=grad) for x, grad in zip(pairs, clipped, strict=True)]
+        if not any(map(_is_coupled, self.moments.groups)):
+            return pairs
+        return [self._with_decay(p, x) for p, x in zip(params, pairs, strict=True)]
+
+    def _with_decay(self, p: Tensor, x: Pair) -> Pair:
+        """A pair with L2 decay inside: mean_k (g_k + λw)² = mean_k g_k² + λw(2 mean_k g_k + λw)."""
+        group = self.moments.group(p)
+        if not _is_coupled(group):
+            return x
+        sign, dtype = self.sign(p), self.moments.state[p]["exp_avg"].dtype
+        grad = x.grad.to(dtype).mul_(sign * x.scale[0])
+        pull, square = self.reducer.local(p.detach()).to(dtype) * group["weight_decay"], x.grad_sq
+        if square is not None:
+            square = square.to(dtype) * (sign**2 * x.scale[1]) + pull * (2 * grad + pull)
+        return Pair(grad.add_(pull), square, x.kappa, signed=True)
+
+    def tally(self, p: Tensor) -> Tally:
+        """The tally of `p` in the open update, whose next gradient has come."""
+        self.reducer.before_fold(self, p)
+        return self.update.tallies.get(p) or self.begin(p)
+
+    def begin(self, p: Tensor) -> Tally:
+        """Begin the tally of `p`; it is part of the update once something is counted in it."""
+        state, update = self.moments.follow(p), self.update
+        if state["debias1"] == 1.0:
+            return self.reducer.begin(scalars.begin_free())
+        history = self.moments.history(p)
+        tally = update.begun.get(history)
+        if tally is None:
+            group = self.moments.group(p)
+            kappa = state["kappa"] or scalars.tuned_kappa(group)
+            if update.expected is not None:  # of the whole update; of this parameter, its share in the last one
+                share = state["kappa"] / group["kappa"] if state["kappa"] and group["kappa"] else 1.0
+                kappa = update.expected * share
+            tally = update.begun[history] = scalars.begin(state, scalars.betas_at(group, kappa), kappa)
+        return self.reducer.begin(tally.copy())
+
+    def count(self, p: Tensor, tally: Tally, x: Pair) -> Fold:
+        """Count a pair of `p` in the open update; return how it is folded."""
+        place = self.launcher.arrive(p, tally, x)
+        if not tally.kappa:
+            self.update.tallies[p] = tally
+        sign, kappa = 1.0 if x.signed else self.sign(p), x.kappa
+        keep, (b1, b2), (scale1, scale2) = tally.keep, tally.b, x.scale
+        gain = (b1 * kappa * sign * scale1, b2 * kappa * sign * sign * scale2)
+        tally.keep = ONES
+        tally.kappa += kappa
+        state, local = self.moments.state[p], self.reducer.local
+        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        return Fold(m, v, keep, gain, self.nonfinite.counter(p.device), None, x.grad, x.grad_sq, p, place)
+
+    def sign(self, p: Tensor) -> float:
+        """What a gradient of `p` must be multiplied with: the loss divisor, negative to maximize."""
+        return -self.loss_divisor if self.moments.group(p)["maximize"] else self.loss_divisor
+
+    def _is_whole(self, tally: Tally, x: Pair) -> bool:
+        """Whether a gradient is all that its parameter gets in this update, so that it may wait for the step.
+
+        Only a declared κ tells. A pair never waits: its two tensors would cost more memory than the pass is worth. Nor
+        do gradients that the user has in hand (fold="call") and may write over.
+        """
+        expected = self.update.expected
+        if expected is None or x.grad_sq is not None or not self.in_backward or not self.reducer.gradients_wait:
+            return False
+        return tally.kappa == x.kappa >= expected
+
+    def target(self, p: Tensor, kappa: float, scale: tuple[float, float] = ONES) -> Fold | None:
+        """Let a kernel fold the pair of `p` itself, as it is made: count it, and say where it goes and how.
+
+        The kernel must then do what `Fold` says, once, with g = mean_k g_k and g² = mean_k g_k². None where that would
+        not be all: the caller then makes the pair and hands it over.
+
+        Args:
+            p: a parameter of this queue.
+            kappa: κ of the mini-batch.
+            scale: factors that turn the sums the kernel has into the means of the pair.
+        """
+        if _is_coupled(self.moments.group(p)) or self.max_micro_norm is not None or not self.reducer.kernels_fold:
+            return None
+        tally = self.tally(p)
+        m = self.moments.state[p]["exp_avg"]
+        if m.dtype != torch.float32 or m.stride() != p.stride():
+            return None
+        if not self.launcher.captures:
+            checks.refuse_capture(p)
+        if p in self.update.late or p in self.update.queued:
+            self.flush()
+        self.update.watch_backward(self.flush_queued)
+        self.update.kinds.add(True)
+        fold = self.count(p, tally, Pair(p, None, kappa, scale))  # its gradient does not exist yet
+        return fold._replace(grad=None, slots=self.launcher.slots(m, [fold.place]))
+
+    # ---------------------------------------------------------------- Fold -> m, v
+
+    def _launch(self, folds: list[Fold]) -> None:
+        """Fold gradients that are counted, those with the same scalars in one launch."""
+        for alike in self._alike(folds):
+            self.launcher.fold(alike)
+        self.reducer.after_fold(self, [f.param for f in folds])  # type: ignore[misc]
+
+    def _alike(self, folds: list[Fold]) -> Iterable[list[Fold]]:
+        """Sort folds by what one launch must share; by group too, since a captured launch outlives today's values."""
+        if len(folds) == 1:
+            return [folds]
+        alike: dict[Any, list[Fold]] = defaultdict(list)
+        for f in folds:
+            grad: Any = f.grad
+            index = self.moments.index(f.param)  # type: ignore[arg-type]
+            alike[index, f.keep, f.gain, grad.device, grad.dtype, f.square is None].append(f)
+        return alike.values()
+
+    @torch.no_grad()
+    def flush_queued(self) -> None:
+        """Fold the small gradients that wait for each other, in one launch."""
+        update = self.update
+        folds, update.queued, update.elements = list(update.queued.values()), {}, 0
+        if folds:
+            self._launch(folds)
+
+    def flush(self) -> None:
+        """Fold all that waits, so that the moments hold what is counted."""
+        self.flush_queued()
+        folds, self.update.late = list(self.update.late.values()), {}
+        if folds:
+            self._launch(folds)
+
+    # ---------------------------------------------------------------- the end of an update
+
+    def collect(self) -> None:
+        """Fold the pairs that one pass left for this step, and refuse gradients that no fold took."""
+        lost = self.bind()
+        params = list(self.moments.params())
+        left = [p for p in params if pair.is_there(p) and pair.peek(p) is not None]
+        if left:
+            self.push(left)
+        for p in params:
+            if p.grad is not None:
+                raise RuntimeError(checks.unfolded(self.moments.name(p), self.in_backward, lost))
+
+    def histories(self) -> Iterator[tuple[dict[str, Any], Tally, dict[str, Any], list[Tensor]]]:
+        """What was folded, once for all parameters that share a history: group, tally, state and the parameters."""
+        alike: dict[Any, list[Tensor]] = defaultdict(list)
+        tallies, moments = self.update.tallies, self.moments
+        for p, tally in tallies.items():
+            alike[tally.kappa, tally.a, tally.b, p.device, p.dtype, moments.history(p)].append(p)
+        for params in alike.values():
+            first = params[0]
+            yield moments.group(first), tallies[first], moments.state[first], params
+
+    def move(self, steps: list[Step]) -> None:
+        """Move the weights, and fold what still waits in the same pass over memory."""
+        waiting = {**self.update.queued, **self.update.late}
+        reducer, state = self.reducer, self.moments.state
+        for step in steps:
+            ready = [p for p in step.params if p not in waiting] if waiting else step.params
+            if ready:
+                ms, vs = ([reducer.local(state[p][key]) for p in ready] for key in ("exp_avg", "exp_avg_sq"))
+                self.launcher.step(ready, [reducer.weight(p) for p in ready], ms, vs, step)
+            for alike in self._alike([waiting[p] for p in step.params if p in waiting] if waiting else []):
+                self.launcher.fold_step(alike, step)
+
+    def reset(self) -> None:
+        """Open the next update."""
+        self.update = Update()
+
+    def abandon(self) -> None:
+        """Close the open update as one whose weights do not move; see `InvariantAdam.abandon`."""
+        self.flush()
+        self.reducer.abandon_update(self)
+        for p, tally in self.update.tallies.items():
+            state = self.moments.state[p]
+            if tally.a is None:
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+            else:
+                state.update(scalars.close(state, tally, tally.a), kappa=state["kappa"])
+        self.reset()
+
+
+def _is_coupled(group: dict[str, Any]) -> bool:
+    """Whether a group's weight decay is L2, a part of each micro-batch gradient."""
+    return bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
+
+
+def _detached(grad: Tensor | None) -> Tensor:
+    """A gradient as no part of a graph (create_graph=True)."""
+    assert grad is not None
+    return grad.detach() if grad.requires_grad else grad
