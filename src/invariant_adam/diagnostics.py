@@ -44,11 +44,7 @@ def noise_scale(optimizer: Any) -> NoiseScale:
     >>> round(opt.noise_scale().batch)
     8
     """
-    if optimizer.kappa:
-        raise RuntimeError(
-            f"noise_scale() in the middle of an update: {optimizer.kappa:g} micro-batches are folded and not stepped; "
-            "call it after step()"
-        )
+    optimizer.queue.update.refuse_open("noise_scale()", "the moments are no averages yet. Call it after step()")
     signal = noise = 0.0
     for state in optimizer.state.values():
         if state["debias1"] == 1.0:

@@ -309,8 +309,7 @@ def _refuse(optimizer: InvariantAdam) -> None:
             "that no update would see what the one before did; open it in update(), around the forward alone"
         )
     _refuse_step_hooks(optimizer)
-    if optimizer.queue.update.tallies:
-        raise RuntimeError("capture in the middle of an update; close it with opt.step() or drop it with opt.abandon()")
+    optimizer.queue.update.refuse_open("capture", "it is not in the graph. Close it with opt.step(), or opt.abandon()")
 
 
 def _refuse_step_hooks(optimizer: InvariantAdam) -> None:

@@ -6,10 +6,9 @@ What a user calls is here, and the arithmetic of the step (`_steps`). How a grad
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 import torch
@@ -193,8 +192,7 @@ class InvariantAdam(Optimizer):
         """Declare how many micro-batches the coming update has; without it, as many as the update before.
 
         A batch size that changes from one update to the next is then exact, not only to first order. It is a promise
-        of at most κ: `step()` refuses more gradients of a parameter than that, which is how a second backward over
-        the same micro-batch shows.
+        of at most κ: `step()` refuses more gradients of a parameter, as a second backward over a micro-batch brings.
 
         `expect(1)` says that each gradient is a whole update. With fold="backward" they then wait for `step()`, as
         AdamW's do, which folds them and moves the weights in one pass over memory instead of two.
@@ -205,26 +203,19 @@ class InvariantAdam(Optimizer):
     def abandon(self) -> None:
         """Give up the update that is open, without moving a weight: after a backward that failed, say.
 
-        Gradients cannot be taken out of a sum. What was folded stays in the averages, properly normalised, as that of
-        an update whose weights did not move; in the very first update the moments go back to zero. Nothing of it
-        counts as seen.
+        Gradients cannot be taken out of a sum. What was folded stays in the averages, properly normalised; in the very
+        first update the moments go back to zero. Nothing of it counts as seen.
         """
         self.queue.abandon()
         self.zero_grad()
 
-    @contextmanager
-    def ragged(self, samples: int) -> Iterator[None]:
+    def ragged(self, samples: int) -> AbstractContextManager[None]:
         """Fold the gradients of this context as those of a smaller micro-batch, of `samples` < M samples.
 
         Its loss is the mean over its own samples, and it counts n/M micro-batches in both moments.
         """
-        size = self.micro_batch_size
-        checks.check_ragged(samples, size)
-        before, self.queue.weight = self.queue.weight, samples / (size or 1)
-        try:
-            yield
-        finally:
-            self.queue.weight = before
+        checks.check_ragged(samples, self.micro_batch_size)
+        return self.queue.weighted(samples / (self.micro_batch_size or 1))
 
     def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
         """Have `hook(optimizer, start, stop)` called in each `step()` once κ is known and before a weight moves.
@@ -239,22 +230,7 @@ class InvariantAdam(Optimizer):
     @torch.no_grad()
     def fold(self) -> None:
         """Fold the `p.grad` of all parameters as one micro-batch and free them (fold="call")."""
-        queue = self.queue
-        if queue.in_backward:
-            raise RuntimeError(
-                'fold() is for InvariantAdam(fold="call"); with fold="backward" each backward folds by itself: '
-                "remove the call"
-            )
-        queue.bind()
-        params = [p for p in queue.moments.params() if p.grad is not None]
-        if not params:
-            raise RuntimeError(
-                "fold() found no gradient: no backward reached the parameters of this optimizer since the last fold()"
-            )
-        plain = all(pair.peek(p) is None for p in params)
-        queue.push(params)
-        if plain:
-            queue.update.count_call(queue.weight)
+        self.queue.push_all()
 
     # ---------------------------------------------------------------- m, v -> weights
 
@@ -289,10 +265,7 @@ class InvariantAdam(Optimizer):
         queue.move(steps)
         queue.reducer.after_step(queue)
         if queue.launcher.finish(queue.update):
-            for step in steps:
-                moments.advance(step.params, step.counters)
-            for group in self.param_groups:
-                group["samples_seen"], group["kappa"] = stop, kappa
+            moments.advance([(step.params, step.counters) for step in steps], samples_seen=stop, kappa=kappa)
             if queue.nonfinite.on_cpu:  # on an accelerator it would stop the host: told when the state is saved
                 queue.nonfinite.report(stop)
         queue.reset()
@@ -314,7 +287,7 @@ class InvariantAdam(Optimizer):
             rule, rho = RULES[group["rule"]], scalars.rho_at(group, tally.kappa)  # ρ = κM/B₀
             betas = scalars.betas_at(group, tally.kappa)  # 1 − γ′
             new = scalars.close(history, tally, betas)  # c and P after this update
-            self._warn_of_surprise(tally, betas[0])
+            self.queue.warn_of_surprise(tally, betas[0])
             x, y = scalars.debias(new)  # m̂ = m/x with x = c₁(1−P₁),  √v̂ = √v/y with y² = c₂(1−P₂)
             scaled_lr = lr * rule.lr(rho)  # η′
             keep = 1.0  # 1 − η′λ
@@ -325,43 +298,23 @@ class InvariantAdam(Optimizer):
             steps.append(Step(params, size=scaled_lr * y / x, eps=eps * y, decay=keep, counters=new))
         return steps
 
-    def _warn_of_surprise(self, tally: scalars.Tally, beta: float) -> None:
-        message = None if self.queue.surprised else checks.surprise(tally, beta)
-        if message is not None:
-            self.queue.surprised = True
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
-
     # ---------------------------------------------------------------- state, as every optimizer has it
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters with their hyperparameters."""
-        return self.queue.moments.groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.queue.moments.groups = groups
-
-    @property
-    def state(self) -> Any:
-        """Moments and counters of each parameter."""
-        return self.queue.moments.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.queue.moments.state = state
+    # torch's own two attributes live in the moments, whoever assigns them.
+    param_groups: Any = property(lambda o: o.queue.moments.groups, lambda o, x: setattr(o.queue.moments, "groups", x))
+    state: Any = property(lambda o: o.queue.moments.state, lambda o, x: setattr(o.queue.moments, "state", x))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `p.grad` and the squares that one pass left; refused where it would pretend to clear what is folded.
 
         With fold="call", what went through `fold()` stays part of the update.
         """
-        if self.queue.in_backward and self.queue.update.tallies:
-            raise RuntimeError(
-                f"zero_grad() in the middle of an update: {self.kappa:g} micro-batches are folded into the moments and "
-                "cannot be taken back. Call it after step() only. To keep a backward away from these parameters, "
-                "freeze them (requires_grad_(False)) or name the others (loss.backward(inputs=...)); to drop the "
-                "update, call opt.abandon()"
+        if self.queue.in_backward:
+            self.queue.update.refuse_open(
+                "zero_grad()",
+                "gradients cannot be taken back out of the moments. Call it after step() only. To keep a backward away "
+                "from these parameters, freeze them (requires_grad_(False)) or name the others "
+                "(loss.backward(inputs=...)); to drop the update, call opt.abandon()",
             )
         super().zero_grad(set_to_none)
         for p in self.queue.moments.params():
@@ -389,11 +342,7 @@ class InvariantAdam(Optimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's format, which `torch.optim.AdamW` loads too; refused in mid-update."""
-        if self.queue.update.tallies:
-            raise RuntimeError(
-                f"state_dict() in the middle of an update: {self.kappa:g} micro-batches are folded and not stepped, "
-                "and a checkpoint cannot hold half an update; save after step(). Nothing is lost"
-            )
+        self.queue.update.refuse_open("state_dict()", "a checkpoint cannot hold half of one. Save after step()")
         self.queue.moments.normalise()
         self.queue.nonfinite.report(self.samples_seen)
         return super().state_dict()
@@ -433,9 +382,8 @@ class InvariantAdam(Optimizer):
         if copied:
             self.queue = state["queue"]
             self.process_group, self._update_hooks = None, OrderedDict()
-        # Both are properties, which what torch writes into __dict__ would not reach.
         self.param_groups, self.state = state["param_groups"], state["state"]
-        super().__setstate__({k: v for k, v in state.items() if k not in ("queue", "param_groups", "state")})
+        super().__setstate__({"defaults": state["defaults"]} if copied else {})  # torch writes them into __dict__
         for group in self.param_groups:  # a group of AdamW's checkpoint lacks ours
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -448,9 +396,5 @@ class InvariantAdam(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What `GradScaler.step` asks first; with it, an update whose gradients are folded away still steps."""
         if self.queue.in_backward:
-            raise RuntimeError(
-                'GradScaler cannot work with InvariantAdam(fold="backward"): the scaled gradients are folded before it '
-                'can unscale them. Use bfloat16, which needs no scaler, or fold="call" with, per micro-batch, '
-                "scaler.scale(loss).backward(); scaler.unscale_(opt); opt.fold(); scaler.update()"
-            )
+            checks.refuse_scaler()
         return True

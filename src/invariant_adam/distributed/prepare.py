@@ -60,11 +60,7 @@ def prepare(
             "distributed.prepare() found no process group; call torch.distributed.init_process_group() first (torchrun "
             "sets what it needs), or leave prepare() out in a single process"
         )
-    if optimizer.kappa:
-        raise RuntimeError(
-            f"distributed.prepare() in the middle of an update: {optimizer.kappa:g} micro-batches are folded; call it "
-            "before the first backward"
-        )
+    optimizer.queue.update.refuse_open("distributed.prepare()", "others have not seen them. Call it before a backward")
     if squares_dtype not in (None, torch.bfloat16, torch.float32):
         raise ValueError(
             f"squares_dtype must be None, torch.float32 or torch.bfloat16, got {squares_dtype}: squares span twice the "

@@ -162,6 +162,15 @@ def refuse_scaled(optimizer: Any) -> None:
         )
 
 
+def refuse_scaler() -> None:
+    """Refuse a GradScaler where gradients are folded during backward."""
+    raise RuntimeError(
+        'GradScaler cannot work with InvariantAdam(fold="backward"): the scaled gradients are folded before it can '
+        'unscale them. Use bfloat16, which needs no scaler, or fold="call" with, per micro-batch, '
+        "scaler.scale(loss).backward(); scaler.unscale_(opt); opt.fold(); scaler.update()"
+    )
+
+
 def refuse_ranks() -> None:
     """Refuse to train on several ranks that know nothing of each other."""
     group = torch.distributed

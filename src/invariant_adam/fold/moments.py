@@ -87,12 +87,17 @@ class Moments:
         """What parameters must share to have the same scalars in an update: group and counters."""
         return self.index(p), *_counters(self.state[p])
 
-    def advance(self, params: list[Tensor], counters: scalars.Counters) -> None:
-        """Count an update of `params`."""
-        for p in params:
-            self.state[p].update(counters)
-        # A Python number would become a tensor for each of them.
-        torch._foreach_add_([self.state[p]["step"] for p in params], torch.tensor(1.0), alpha=1.0)
+    def advance(self, moved: list[tuple[list[Tensor], scalars.Counters]], samples_seen: int, kappa: float) -> None:
+        """Count an update: what its parameters have as new counters, and the run."""
+        steps = []
+        for params, counters in moved:
+            for p in params:
+                state = self.state[p]
+                state.update(counters)
+                steps.append(state["step"])
+        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # a number would become a tensor for each of them
+        for group in self.groups:
+            group["samples_seen"], group["kappa"] = samples_seen, kappa
 
     def normalise(self) -> None:
         """Divide m and v by what is owed (see `scalars`), so that they are the averages that AdamW knows."""
@@ -177,7 +182,7 @@ class NonFinite:
                 message + ", and the weights have not moved. Lower lr or set max_micro_norm; the next step() goes on "
                 'without them, as on_nonfinite="skip" does'
             )
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warnings.warn(message, RuntimeWarning, stacklevel=6)  # the line that calls step()
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:

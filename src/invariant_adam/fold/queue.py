@@ -7,8 +7,10 @@ known to be a whole update waits for the step, which folds it and moves the weig
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -141,7 +143,34 @@ class FoldQueue:
         alone = self.reducer.gradients_wait  # others are to be sent each gradient as it comes
         return ROOM if alone and next(self.moments.params()).device.type in SHARING else 0
 
+    @contextmanager
+    def weighted(self, weight: float) -> Iterator[None]:
+        """Fold the gradients of this context as those of a micro-batch of n < M samples, `weight` = n/M."""
+        before, self.weight = self.weight, weight
+        try:
+            yield
+        finally:
+            self.weight = before
+
     # ---------------------------------------------------------------- Pair -> Fold
+
+    def push_all(self) -> None:
+        """Fold what is on all parameters as one micro-batch (fold="call")."""
+        if self.in_backward:
+            raise RuntimeError(
+                'fold() is for InvariantAdam(fold="call"); with fold="backward" each backward folds by itself: '
+                "remove the call"
+            )
+        self.bind()
+        params = [p for p in self.moments.params() if p.grad is not None]
+        if not params:
+            raise RuntimeError(
+                "fold() found no gradient: no backward reached the parameters of this optimizer since the last fold()"
+            )
+        plain = all(pair.peek(p) is None for p in params)
+        self.push(params)
+        if plain:
+            self.update.count_call(self.weight)
 
     def push(self, params: list[Tensor], pairs: list[Pair] | None = None) -> None:
         """Count and fold pairs of `params`; by default what is on the parameters, which is taken off."""
@@ -371,6 +400,13 @@ class FoldQueue:
                 self.launcher.step(ready, [reducer.weight(p) for p in ready], ms, vs, step)
             for alike in self._alike([waiting[p] for p in step.params if p in waiting] if waiting else []):
                 self.launcher.fold_step(alike, step)
+
+    def warn_of_surprise(self, tally: Tally, beta: float) -> None:
+        """Warn once of an update so unlike the one before that m forgets far more or less than β₁′."""
+        message = None if self.surprised else checks.surprise(tally, beta)
+        if message is not None:
+            self.surprised = True
+            warnings.warn(message, RuntimeWarning, stacklevel=7)  # the line that calls step()
 
     def reset(self) -> None:
         """Open the next update."""

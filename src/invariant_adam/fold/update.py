@@ -53,6 +53,13 @@ class Update:
             )
         self.expected = float(kappa)
 
+    def refuse_open(self, what: str, why: str) -> None:
+        """Refuse something that must not come in the middle of an update."""
+        if self.tallies:
+            raise RuntimeError(
+                f"{what} in the middle of an update: {self.kappa:g} micro-batches are folded and not stepped, and {why}"
+            )
+
     def count_call(self, weight: float) -> None:
         """Count the micro-batch of a `fold()` call."""
         self.micro_batches[len(self.micro_batches)] = weight
