@@ -197,7 +197,7 @@ def test_two_optimizers_of_one_sharded_model(pool):
 
 
 def test_the_kept_results_hold_what_the_page_says():
-    path = Path(__file__).parents[1] / "benchmarks" / "results" / "distributed.json"
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "distributed.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     exact = [row for row in result["rows"] if row["how"] != "AdamW" and "squares" not in row]
     assert len(exact) == 2 * 2 * (5 * 2 + 1)  # tensor parallel by loop only
@@ -218,7 +218,7 @@ def test_the_kept_results_hold_what_the_page_says():
 
 def test_one_rank_with_nccl_or_gloo(device, tmp_path):
     """The benchmark of one rank, in small: exact in every wrapper, and it writes what the page is made from."""
-    root, out = Path(__file__).parents[1], tmp_path / "found.json"
+    root, out = Path(__file__).parents[2], tmp_path / "found.json"
     command = [sys.executable, root / "benchmarks" / "distributed.py", "nccl", "--device", device, "--out", out]
     subprocess.run([*command, "--model", "tiny", "--batch", "4", "--rounds", "1"], check=True, cwd=tmp_path)
     result = json.loads(out.read_text(encoding="utf-8"))
