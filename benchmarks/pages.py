@@ -433,8 +433,8 @@ def lab_rows():
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows, "lab": lab_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
-    "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
-    "docs/distributed.md": {
+    "docs/kernels.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
+    "docs/distributed_results.md": {
         "table": distributed_rows,
         "floor": floor_rows,
         "squares": squares_rows,
@@ -449,6 +449,7 @@ PAGES = {
         "kernels": kernel_rows,
         "updates": update_rows,
         "memory": memory_rows,
+        "table": peers_rows,
     },
 }
 
