@@ -17,12 +17,15 @@ SECONDS = Path("benchmarks/results/lab_seconds_h200.json")
 PAPER = ("invariant", "linear")  # algorithm and rule
 TEMPLATE = """# Results
 
-Does the trajectory depend on the batch size? The paper's experiments, run by [the lab](lab.md), and the questions that
-they leave open. The measure is the *spread*: the mean over epochs of the largest minus the smallest log training loss
-over the batch sizes. A spread of 0.01 is a difference of 1 % in the loss. It is taken within a seed, where every batch
-size sees the same samples, augmented alike, in the same order, and then averaged over seeds. *Ratio* is the spread of
-standard Adam with η ∝ √B over that of the row, over the same batch sizes, seeds and epochs. η₀ is the learning rate at
-the largest batch size.
+Does the trajectory depend on the batch size? This page has the paper's experiments, run by [the lab](lab.md), and the
+questions that they leave open.
+
+- The *spread* is the measure: the largest minus the smallest log training loss over the batch sizes, as a mean over
+  epochs. A spread of 0.01 is a difference of 1 % in the loss. It is taken within a seed, then averaged over seeds.
+  Within a seed every batch size sees the same samples, augmented alike, in the same order.
+- The *ratio* is the spread of standard Adam with η ∝ √B over that of the row. Both are over the same batch sizes, seeds
+  and epochs.
+- η₀ is the learning rate at the largest batch size.
 
 <!-- spreads -->
 <!-- /spreads -->
@@ -98,10 +101,10 @@ def summary(folder):
     found = lab.load(folder)
     more = ", and a GPT on Shakespeare" if "gpt" in found.models else ""
     yield f"The paper's experiments on CIFAR-10{more}: the same samples in the same order at every batch size."
-    yield "How far apart the training curves are, as the log of the loss (mean over epochs of the largest difference)."
+    yield "The spread is the largest difference of the log training loss between batch sizes, as a mean over epochs."
     lacking = sum(len(grid.get("missing", ())) for grid in found.grids.values())
     if lacking:
-        yield f"{lacking} runs of these grids are still to be made; where batch sizes are missing, the cell says so."
+        yield f"{lacking} runs of these grids are still to be made; a cell with fewer batch sizes names them."
     yield ""
     yield from spread_table(found, _chosen(found, measures.spreads(found))[-1])
     yield ""
@@ -184,7 +187,7 @@ def sources(found):
         rows.append((name, commands, device, grid.get("torch", ""), str(grid.get("date", ""))[:10], runs))
     yield from table(head, rows)
     yield ""
-    yield "Figures: `invariant-adam figures benchmarks/results/lab --out docs/figures/lab`, which also writes an"
+    yield "`invariant-adam figures benchmarks/results/lab --out docs/figures/lab` draws the figures and writes an"
     yield "interactive page."
 
 
@@ -195,8 +198,8 @@ def spread_rows(found, pair, figure):
     yield ""
     yield from spread_table(found, pair, shorter=True)
     yield ""
-    yield "Here and in the tables below, numbers beside each other are over the same batch sizes, which the row names"
-    yield "(or the cell, where it has fewer), and over the seeds and epochs that all of them have."
+    yield "Here and in the tables below, numbers beside each other are over the same batch sizes, seeds and epochs."
+    yield "The row names the batch sizes; a cell that has fewer names its own."
     yield from figure.each("curves", "losses and accuracies over epochs, invariant Adam beside standard Adam")
     yield from figure.each("batch-size", "training loss after the same samples against the batch size")
 
@@ -212,7 +215,7 @@ def spread_table(found, pair, *, shorter=False):
                 for lr0 in sorted({row.lr0 for row in pair})}  # fmt: skip
     tried = [lr0 for lr0, models in having.items() if models]
     rates = [lr0 for lr0 in tried if 2 * having[lr0] > len(first)] or tried  # what few have is blank in most rows
-    yield "Spread of invariant Adam (η ∝ B), of standard Adam (η ∝ √B), and their ratio" + (
+    yield "Spreads of invariant (η ∝ B) and standard Adam (η ∝ √B), and their ratio" + (
         ":" if rates == tried else ", at the learning rates that most models have:"
     )
     yield ""
@@ -273,8 +276,9 @@ def critical_rows(found, rows, figure):
         return
     yield "## Where it breaks"
     yield ""
-    yield f"Of the learning rates tried, the largest up to which no spread exceeds {measures.TOLERANCE:g} (of those"
-    yield "tried at the row's largest batch size, which breaks first), and the smallest at which one does:"
+    yield f"A row holds up to the largest learning rate tried up to which no spread exceeds {measures.TOLERANCE:g}. It"
+    yield "breaks at the smallest at which one does. Only learning rates tried at the row's largest batch size count:"
+    yield "it breaks first."
     yield ""
     cells = []
     for r in ranges:
@@ -356,9 +360,9 @@ def tuned_rows(found, figure):
         return
     yield "## (a) At its best learning rate"
     yield ""
-    yield "The lowest training loss and the highest test accuracy that each optimizer reaches at a batch size, and the"
-    yield f"learning rate of each, of those that it was tried at ({measures.TRIED} at least). In italics where that is"
-    yield "the smallest or largest of them: a better one may lie beyond."
+    yield "The tables have the lowest training loss and the highest test accuracy of each optimizer at each batch"
+    yield f"size, with the learning rate of each. At least {measures.TRIED} learning rates were tried. A result is in"
+    yield "italics where its learning rate is the smallest or largest of them: a better one may lie beyond."
     for name, head, cells in tables:
         yield ""
         yield f"{name}:"
@@ -416,8 +420,9 @@ def micro_rows(found, figure):
     if cells:
         yield "## (c) What M does"
         yield ""
-        yield "The spread over the batch sizes that every M with several has (each over its own, where they have fewer"
-        yield "than two in common), and what is reached at the largest that most of them have, after the same samples:"
+        yield "The spread is over the batch sizes that every M with several batch sizes has. Where they have fewer"
+        yield "than two in common, each M has its own. Loss and accuracy are those at the largest batch size that most"
+        yield "M have, after the same samples."
         yield ""
         head = ("model", "η₀", "M", "spread", "over B =", "training loss", "test accuracy", "at B =")
         yield from table(head, cells)
@@ -464,9 +469,10 @@ def ramp_rows(found, figure):
     if cells:
         yield "## (d) A batch size that changes in mid-run"
         yield ""
-        yield "The training loss of runs whose batch size changes after half of the epochs, over that of constant ones:"
-        yield "at the end, and where they are farthest apart after the change. Before it a ramp and its first batch"
-        yield "size are two runs of equal settings, which differ by rounding alone: the noise of the comparison."
+        yield "The batch size of these runs changes after half of the epochs. The table compares their training loss"
+        yield "with that of constant batch sizes: at the end, and where they are farthest apart after the change."
+        yield "Before the change a ramp and its first batch size are two runs of equal settings. They differ by"
+        yield "rounding alone, which is the noise of the comparison."
         yield ""
         head = ("before, at most", "after, from the first B", "after, from the second B")
         yield from table(("model", "optimizer", "η₀", "B", *head), cells)
@@ -486,8 +492,8 @@ def norm_rows(found, paper, figure):
         return
     yield "## (e) Batch norm against layer norm"
     yield ""
-    yield "Standard Adam sees batch norm over the whole batch, or accumulates micro-batches, each with its own;"
-    yield "invariant Adam always does the latter."
+    yield "Standard Adam normalises over the whole batch, or accumulates micro-batches that are normalised one by one."
+    yield "Invariant Adam always normalises micro-batches one by one."
     yield ""
     cells = []
     for model, series, lr0 in (row[:3] for row in paper if row.series.algorithm == "accumulate"):
@@ -516,9 +522,10 @@ def second_rows(found, alone):
     if alone is None:
         yield from _grid_seconds(found)
         return
-    yield f"One run at a time, by `{alone['command']}` ({alone['device']}, torch {alone['torch']}): micro-batch by"
-    yield "micro-batch with every kernel launched by the host, and as the lab runs it, with one CUDA graph per update"
-    yield "and one pass where there are several micro-batches. Measured over about a tenth of an epoch, test included:"
+    yield f"One run at a time, by `{alone['command']}` ({alone['device']}, torch {alone['torch']}). The loop takes one"
+    yield "micro-batch after the other, and the host launches every kernel. The lab makes each update one CUDA graph,"
+    yield "and uses one pass where there are several micro-batches. Measured over about a tenth of an epoch, test"
+    yield "included:"
     yield ""
     taken = {(r["model"], r["algorithm"], r["batch_size"], r["way"]): r["seconds"] for r in alone["rows"]}
     rows = [

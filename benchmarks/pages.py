@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from invariant_adam.lab import cost
@@ -24,6 +25,13 @@ DEMOS = {
 
 def load(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def prose(text):
+    """A paragraph as lines of at most 120 characters; code is not broken."""
+    text = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    for line in textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False):
+        yield line.replace("\0", " ")
 
 
 def verify_rows():
@@ -49,10 +57,12 @@ def demo_rows():
 def headline_rows():
     result = load("demo")
     spread, sizes = result["spread"], result["settings"]["batch_sizes"]
-    yield f"*A small CNN on handwritten digits at batch sizes {sizes[0]} to {sizes[-1]}, same samples in the same"
-    yield f"order. The curves of standard Adam spread by {spread['standard']:.2f} in log loss, those of invariant Adam"
-    yield f"by {spread['invariant']:.4f}: {result['ratio']:.0f} times less. Made by `make demo`, in about a minute on"
-    yield "two cores.*"
+    yield from prose(
+        f"*A small CNN on handwritten digits at batch sizes {sizes[0]} to {sizes[-1]}: same samples, same order. The "
+        f"curves of standard Adam spread by {spread['standard']:.2f} in log loss, those of invariant Adam by "
+        f"{spread['invariant']:.4f}, {result['ratio']:.0f} times less. `make demo` makes the figure in about a minute "
+        "on two cores.*"
+    )
 
 
 # --------------------------------------------------------------------------- speed and memory
@@ -76,10 +86,16 @@ def measured(*names):
             yield name, result, [row for row in result["rows"] if "error" not in row]
 
 
+# Scripts that are gone, and the commands that took their place.
+REPLACED = {"python benchmarks/step.py --device cpu": "invariant-adam bench step --device cpu"}
+
+
 def source(name, result):
     count = result.get("threads")
     threads = f", {count} thread{'s' if count > 1 else ''}" if count else ""
-    return f"{result['device']}{threads}, torch {result['torch']}; `{result['command']}`, kept as `{name}.json`."
+    command, _, commit = result["command"].partition(", as of commit ")
+    made = f"`{REPLACED.get(command, command)}`" + (f" (a script of commit {commit} then)" if commit else "")
+    return prose(f"{result['device']}{threads}, torch {result['torch']}; {made}, kept as `{name}.json`.")
 
 
 def what(row):
@@ -103,7 +119,7 @@ def memory(row, key):
 def gpu_rows():
     for name, result, rows in measured("one_pass_h200"):
         methods = [m for m in METHODS if m != "plain" and any(row["method"] == m for row in rows)]
-        yield f"A training step on one {result['device']}, bfloat16, over one plain pass with fused AdamW:"
+        yield f"The time of a training step over that of a plain step with fused AdamW ({result['device']}, bfloat16):"
         yield ""
         yield "| | plain | " + " | ".join(METHODS[m] for m in methods) + " |"
         yield "|---|---|" + "---|" * len(methods)
@@ -124,7 +140,7 @@ def gpu_rows():
 
 def training_rows():
     for name, result, rows in measured("one_pass_h200", "one_pass_cpu"):
-        yield source(name, result)
+        yield from source(name, result)
         yield ""
         yield "| | M | method | ms | over plain | TFLOP/s | of a GEMM | peak GiB | first update, s |"
         yield "|---|---|---|---|---|---|---|---|---|"
@@ -138,7 +154,7 @@ def training_rows():
 def share_rows():
     """A step's kernels by what they do; among the library's products _NT is that of a weight gradient."""
     for name, result, rows in measured("shares_h200"):
-        yield source(name, result)
+        yield from source(name, result)
         yield ""
         yield "| | M | method | all kernels, ms | weight gradients | moments | sums and embeddings, ours | all else |"
         yield "|---|---|---|---|---|---|---|---|"
@@ -159,7 +175,7 @@ def kernel_rows():
         rows = [row for row in rows if row["kappa"] is None]
         if not rows:
             continue
-        yield source(name, result)
+        yield from source(name, result)
         yield ""
         yield "| parameters | work | ms | TB/s | of a copy | over fused AdamW |"
         yield "|---|---|---|---|---|---|"
@@ -179,7 +195,7 @@ def update_rows():
         rows = [row for row in rows if row["kappa"] is not None]
         if not rows:
             continue
-        yield source(name, result)
+        yield from source(name, result)
         yield ""
         yield "| parameters | micro-batches per update | " + " | ".join(works.values()) + " |"
         yield "|---|---|---|---|---|"
@@ -193,7 +209,7 @@ def update_rows():
 
 def memory_rows():
     for name, result, rows in measured("memory_h200", "memory_cpu"):
-        yield source(name, result)
+        yield from source(name, result)
         yield ""
         yield "| | M | method | tensors per parameter | state and gradients, MiB | peak, MiB | peak − bare, MiB |"
         yield "|---|---|---|---|---|---|---|"
@@ -227,8 +243,8 @@ def counter_rows():
             name = "`gemm_square`" if row["kernel"] == "_gemm_square" else f"the library's, `{row['kernel']}`"
             yield f"| {row['o']} × {row['i']} | {name} | " + " | ".join(cells) + f" | {row['registers']:.0f} |"
     yield ""
-    yield f"(`{result['command'].partition(' --metrics')[0]} … {result['command'].partition(' -c 8 ')[2]}`, kept as"
-    yield "`gemm_square_ncu_h200.json`.)"
+    command = f"{result['command'].partition(' --metrics')[0]} … {result['command'].partition(' -c 8 ')[2]}"
+    yield from prose(f"(`{command}`, kept as `gemm_square_ncu_h200.json`.)")
 
 
 CONVOLUTIONS = {
@@ -277,18 +293,20 @@ def peers_rows():
 
 
 def outcome(result):
-    """How far a disturbed run ended from the undisturbed one."""
+    """How far a disturbed run ended from the undisturbed one, and in which state."""
     names = {"weights": "weights", "exp_avg": "m", "exp_avg_sq": "v"}
     apart = ", ".join(f"{result[key]:.1g} in {name}" for key, name in names.items())
-    whole = "every checkpoint on the disk was whole" if not result["damaged"] else "; ".join(result["damaged"])
-    return f"largest difference at the end: {apart}; {whole}; loss on held-out text {result['loss']:.6f} in both."
+    whole = "Every checkpoint on the disk was whole" if not result["damaged"] else "; ".join(result["damaged"])
+    return f"{apart}. {whole}. The loss on held-out text is {result['loss']:.6f} in both."
 
 
 def kills_rows():
     for mode in ("ddp", "fsdp2"):
         for name, result, rows in measured(f"faults_kills_{mode}"):
-            yield f"`{result['command']}`, {result['ranks']} ranks, {result['dtype']}, torch {result['torch']},"
-            yield f"kept as `{name}.json`; {outcome(result)}"
+            yield from prose(
+                f"`{result['command']}`, {result['ranks']} ranks, {result['dtype']}, torch {result['torch']}, kept as "
+                f"`{name}.json`. Largest difference at the end from the undisturbed run: {outcome(result)}"
+            )
             yield ""
             yield "| | rank | killed in | at (samples) | last saved | went on from |"
             yield "|---|---|---|---|---|---|"
@@ -302,8 +320,10 @@ def kills_rows():
 def elastic_rows():
     for mode in ("ddp", "fsdp2"):
         for name, result, rows in measured(f"faults_elastic_{mode}"):
-            yield f"`{result['command']}`, {result['dtype']}, torch {result['torch']},"
-            yield f"kept as `{name}.json`; against one process that ran through, {outcome(result)}"
+            yield from prose(
+                f"`{result['command']}`, {result['dtype']}, torch {result['torch']}, kept as `{name}.json`. Largest "
+                f"difference at the end from one process that ran through: {outcome(result)}"
+            )
             yield ""
             yield "| ranks | from (samples) | to |"
             yield "|---|---|---|"
@@ -314,8 +334,10 @@ def elastic_rows():
 
 def silence_rows():
     for name, result, rows in measured("faults_silence_ddp"):
-        yield f"`{result['command']}`, {result['ranks']} ranks, gloo, a process-group timeout of {result['timeout']} s,"
-        yield f"kept as `{name}.json`:"
+        yield from prose(
+            f"`{result['command']}`, {result['ranks']} ranks, gloo, a process-group timeout of {result['timeout']} s, "
+            f"kept as `{name}.json`:"
+        )
         yield ""
         yield "| rank 1 is | the last of the others raises after | its error |"
         yield "|---|---|---|"
@@ -371,9 +393,11 @@ def squares_rows():
 def nccl_rows():
     wrappers = {"none": "no wrapper", "ddp": "DDP", "fsdp2": "FSDP2"}
     for name, result, rows in measured("distributed_nccl"):
-        yield f"{NAMES[result['model']]}, B={result['batch']}, eager, bfloat16, one {result['device']}, torch"
-        yield f"{result['torch']}; `{result['command']}`, kept as `{name}.json`. Time over that of fused AdamW"
-        yield "on the same B samples at once, in the same wrapper:"
+        yield from prose(
+            f"{NAMES[result['model']]}, B={result['batch']}, eager, bfloat16, one {result['device']}, torch "
+            f"{result['torch']}; `{result['command']}`, kept as `{name}.json`. Each figure is a time over that of "
+            "fused AdamW on the same B samples at once, in the same wrapper:"
+        )
         yield ""
         methods = list(dict.fromkeys(row["method"] for row in rows))
         names = [{"AdamW": "AdamW, ms", "shard_state": "one micro-batch, `shard_state`"}.get(m, m) for m in methods]
@@ -386,8 +410,10 @@ def nccl_rows():
             cells = [f"{found[m]['ratio']:.2f}" if m in found else "" for m in methods[1:]]
             yield "| " + " | ".join([label, f"{found['AdamW']['ms']:.1f}", *cells]) + " |"
         yield ""
-        yield f"Largest differences from the reference in float64 after {result['updates']} updates of 3 micro-batches"
-        yield "in float32, of the small network above:"
+        yield from prose(
+            f"The small network above in float32, after {result['updates']} updates of 3 micro-batches: largest "
+            "differences from the reference in float64."
+        )
         yield ""
         yield "| | by | Δw | Δm | Δv |"
         yield "|---|---|---|---|---|"
@@ -407,8 +433,8 @@ def lab_rows():
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows, "lab": lab_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
-    "docs/one_pass.md": {"table": peers_rows, "gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
-    "docs/distributed.md": {
+    "docs/kernels.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
+    "docs/distributed_results.md": {
         "table": distributed_rows,
         "floor": floor_rows,
         "squares": squares_rows,
@@ -423,6 +449,7 @@ PAGES = {
         "kernels": kernel_rows,
         "updates": update_rows,
         "memory": memory_rows,
+        "table": peers_rows,
     },
 }
 
