@@ -132,8 +132,7 @@ class InvariantAdam(Optimizer):
             "kappa": 0.0,  # of the last update
         }
         super().__init__(params, defaults)
-        if fold == "backward":
-            guards.install(self.queue)
+        guards.install(self.queue)
 
     # ---------------------------------------------------------------- what the user asks and tells
 
@@ -384,13 +383,13 @@ class InvariantAdam(Optimizer):
             self.process_group, self._update_hooks = None, OrderedDict()
         self.param_groups, self.state = state["param_groups"], state["state"]
         super().__setstate__({"defaults": state["defaults"]} if copied else {})  # torch writes them into __dict__
+        self.defaults.pop("differentiable", None)  # torch's own, which other checkpoints would then be asked for
         for group in self.param_groups:  # a group of AdamW's checkpoint lacks ours
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         if copied:
             self.queue.bind(take=True)
-            if self.queue.in_backward:
-                guards.install(self.queue)
+            guards.install(self.queue)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -229,3 +229,18 @@ def test_a_writer_that_dies_at_any_step_leaves_the_old_checkpoint_or_the_new(tmp
     assert len(found) > 6
     assert found == sorted(found)  # once the new one is there, it stays
     assert len(set(found)) == 2
+
+
+def test_a_run_can_go_back_to_the_same_checkpoint_twice(tmp_path):
+    model, opt, scheduler = build()
+    train(model, opt, 3)
+    distributed.save(tmp_path, model, opt, scheduler=scheduler)
+    train(model, opt, 3, 6)
+    ends = [[p.detach().clone() for p in model.parameters()]]
+    opt.load_state_dict(opt.state_dict())  # torch adds keys of its own to what it loads
+    for _ in range(2):
+        distributed.load_latest(tmp_path, model, opt, scheduler=scheduler)
+        train(model, opt, 3, 6)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
+    torch.testing.assert_close(ends[2], ends[0], rtol=0, atol=0)

@@ -25,8 +25,8 @@ _undo: list[Callable[[], None]] = []
 
 
 def install(holder: hooks.Owner) -> None:
-    """Guard the parameters of `holder`, which folds in backward, for as long as it lives."""
-    if os.environ.get("INVARIANT_ADAM_GUARDS") == "0":
+    """Guard the parameters of `holder` for as long as it lives, if it folds in backward."""
+    if not holder.in_backward or os.environ.get("INVARIANT_ADAM_GUARDS") == "0":
         return
     _guarded.add(holder)
     weakref.finalize(holder, _release).atexit = False

@@ -22,6 +22,7 @@ class Owner(Protocol):
     """What can own parameters: it takes a gradient the moment a backward has left it (see `queue.FoldQueue`)."""
 
     moments: Moments
+    in_backward: bool  # whether it wants `on_grad` called during backward
 
     def on_grad(self, p: Tensor) -> None:
         """Take the gradient off `p`, and the square that may be beside it."""
@@ -62,7 +63,7 @@ def owner(p: Tensor) -> Owner | None:
     return found
 
 
-def own(p: Tensor, holder: Owner, *, hook: bool) -> None:
+def own(p: Tensor, holder: Owner) -> None:
     """Make `holder` the owner of `p`, in place of the one before.
 
     A parameter has one owner, since two would fight for one gradient. It is held weakly, so that a deleted optimizer
@@ -71,9 +72,8 @@ def own(p: Tensor, holder: Owner, *, hook: bool) -> None:
     Args:
         p: the parameter.
         holder: its owner from now on.
-        hook: whether it wants `on_grad` called during backward.
     """
-    reference = weakref.ref(holder)
+    reference, hook = weakref.ref(holder), holder.in_backward
 
     @untraced
     def on_grad(p: Tensor) -> None:

@@ -98,7 +98,7 @@ class FoldQueue:
 
     def own(self, p: Tensor) -> None:
         """Have the gradients of `p` come here."""
-        hooks.own(p, self, hook=self.in_backward)  # which tells the owner before, us perhaps
+        hooks.own(p, self)  # which tells the owner before, us perhaps
         self._hooked.add(p)
 
     def on_taken(self, p: Tensor) -> None:
