@@ -31,7 +31,8 @@ from invariant_adam.kernels import conv_ways as ways
 from invariant_adam.kernels import tuning
 from invariant_adam.kernels.batch_norm import running
 from invariant_adam.kernels.conv_square import Geometry, conv_backward
-from invariant_adam.lab import record, timing
+from invariant_adam_lab import record
+from invariant_adam_lab.bench import timing
 
 # times, input channels, output channels, input pixels a side, kernel, stride
 RESNET18 = [

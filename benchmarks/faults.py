@@ -390,7 +390,7 @@ def main():
     parser.add_argument("--keep", type=Path, help="a folder for the logs and checkpoints, which are dropped otherwise")
     args, args.rest = parser.parse_known_args()
 
-    from invariant_adam.lab import record
+    from invariant_adam_lab import record
 
     with tempfile.TemporaryDirectory() as scratch:
         result = {"kills": kills, "elastic": elastic, "silence": silence}[args.what](args, args.keep or Path(scratch))

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import torch
 
-from invariant_adam.lab import data, record, timing, train
-from invariant_adam.lab.runs import TASKS, Run
-from invariant_adam.lab.source import load
-from invariant_adam.lab.updates import FIRST
+from invariant_adam_lab import record
+from invariant_adam_lab.bench import timing
+from invariant_adam_lab.training import data, train
+from invariant_adam_lab.training.runs import TASKS, Run
+from invariant_adam_lab.training.source import load
+from invariant_adam_lab.training.updates import FIRST
 
 WAYS = {"loop": {"engine": "loop", "graphs": False}, "lab": {"engine": "one-pass", "graphs": True}}
 RULES = {"invariant": "linear", "standard": "square_root"}
