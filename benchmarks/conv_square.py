@@ -120,7 +120,7 @@ def once(work):
 
 def compile_layer(model, shape):
     """Run every candidate of a layer once, which leaves its kernels in Triton's cache."""
-    tuning._milliseconds = once
+    tuning.best = partial(tuning.best, timer=once)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["INVARIANT_ADAM_CACHE"] = folder
         ways.best(*layer(model, *shape))

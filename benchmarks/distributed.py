@@ -70,7 +70,7 @@ class Wire:
         return sum(self.sent.values())
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -85,7 +85,10 @@ class Net(nn.Module):
 
     def __init__(self, width=70, depth=3):
         super().__init__()
-        self.tokens, self.blocks = nn.Embedding(VOCAB, width), nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.tokens, self.blocks = (
+            nn.Embedding(VOCAB, width),
+            nn.Sequential(*(ResidualBlock(width) for _ in range(depth))),
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB)
         nn.init.normal_(self.tokens.weight, std=0.2)  # as small as the others, so that rounding them is
 

@@ -72,7 +72,7 @@ def main():
     with timing.fast_math(), timing.many_graphs():
         for case in bench.cases(args.models, **options):
             for method in args.methods:
-                update = bench.Update(case, method)
+                update = bench.CaseStep(case, method)
                 for _ in range(4):
                     update()
                 ms = min(timing.clock(update, device, 5) for _ in range(3))

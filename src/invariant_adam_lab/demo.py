@@ -74,7 +74,7 @@ class Settings(NamedTuple):
         return scale(*self.tuned, from_batch=self.micro_batch, to_batch=batch, rule=self.rules[optimizer])
 
 
-class Run(NamedTuple):
+class DemoRun(NamedTuple):
     """One training run: what it reached after each epoch."""
 
     optimizer: str
@@ -164,7 +164,7 @@ def train(
     batch: int,
     data: Digits,
     on_epoch: Callable[[], None] = lambda: None,
-) -> Run:
+) -> DemoRun:
     """Train one model at one batch size; `on_epoch` is called after each epoch."""
     began = time.perf_counter()
     model = build_model(settings.seed)
@@ -203,7 +203,7 @@ def train(
         on_epoch()
     with torch.no_grad():
         accuracy = (model(data.held_out_x).argmax(1) == data.held_out_y).double().mean().item()
-    return Run(optimizer, batch, losses, accuracy, time.perf_counter() - began)
+    return DemoRun(optimizer, batch, losses, accuracy, time.perf_counter() - began)
 
 
 class Progress(Protocol):
@@ -215,7 +215,7 @@ class Progress(Protocol):
     def advance(self, optimizer: str, batch: int, work: int) -> None:
         """Hear that `work` of them are done, in this run."""
 
-    def finish(self, run: Run, kept: bool) -> None:
+    def finish(self, run: DemoRun, kept: bool) -> None:
         """Hear that a run is complete: trained now, or kept from an earlier start."""
 
 
@@ -250,17 +250,17 @@ def demo(settings: Settings, out: Path, progress: Progress) -> dict[str, Any]:
     return summarise(settings, [run for run in runs.values() if run is not None])
 
 
-def spread(runs: Sequence[Run]) -> float:
+def spread(runs: Sequence[DemoRun]) -> float:
     """Return the mean over epochs of (max − min over batch sizes) of the log training loss.
 
-    >>> runs = [Run("invariant", b, losses, 1.0, 0.0) for b, losses in ((8, [1.0, 1.0]), (16, [math.e, 1.0]))]
+    >>> runs = [DemoRun("invariant", b, losses, 1.0, 0.0) for b, losses in ((8, [1.0, 1.0]), (16, [math.e, 1.0]))]
     >>> spread(runs)
     0.5
     """
     return measures.spread([run.losses for run in runs])
 
 
-def summarise(settings: Settings, runs: Sequence[Run]) -> dict[str, Any]:
+def summarise(settings: Settings, runs: Sequence[DemoRun]) -> dict[str, Any]:
     """Return settings, spreads and curves as JSON holds them."""
     spreads = {name: spread([run for run in runs if run.optimizer == name]) for name in OPTIMIZERS}
     return {
@@ -302,10 +302,10 @@ def _path(settings: Settings, job: tuple[str, int], out: Path) -> Path:
     return out / "runs" / f"{optimizer}-{batch}-{key}.json"
 
 
-def _load(settings: Settings, job: tuple[str, int], out: Path) -> Run | None:
+def _load(settings: Settings, job: tuple[str, int], out: Path) -> DemoRun | None:
     saved = record.read_json(_path(settings, job, out))
     try:
-        run = Run(**saved)
+        run = DemoRun(**saved)
         whole = (run.optimizer, run.batch_size, len(run.losses)) == (*job, settings.epochs)
     except TypeError:  # no file, or not one of ours
         return None

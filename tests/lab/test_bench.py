@@ -217,7 +217,7 @@ def test_short_work_is_repeated_until_the_round_is_full():
 def test_the_updates_that_are_timed_are_those_of_the_loop():
     options = {"context": 6, "width": 8, "heads": 2, "depth": 1, "vocab": 11}
     case = bench_one_pass.Case("gpt-char", 6, 2, "cpu", "float32", options=options)
-    updates = {m: bench_one_pass.Update(case, m) for m in METHODS.split(",")}
+    updates = {m: bench_one_pass.CaseStep(case, m) for m in METHODS.split(",")}
     for update in updates.values():
         start = nn.utils.parameters_to_vector(update.model.parameters()).detach().clone()
         for _ in range(3):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import invariant_adam
 from invariant_adam_lab.cli import app
-from invariant_adam_lab.demo import TRAIN, Run, Settings, build_model, check, load_digits, spread, train
+from invariant_adam_lab.demo import TRAIN, DemoRun, Settings, build_model, check, load_digits, spread, train
 
 TINY = ["--batch-sizes", "64,256", "--epochs", "2"]
 FILES = ("demo.html", "demo.json", "demo.png", "demo.svg")
@@ -139,7 +139,7 @@ def test_the_images_are_whole_and_the_model_is_as_described():
 
 
 def test_the_spread_is_the_mean_gap_of_the_log_loss():
-    runs = [Run("standard", b, losses, 1.0, 0.0) for b, losses in ((8, [1.0, 0.5]), (16, [1.0, 0.25]))]
+    runs = [DemoRun("standard", b, losses, 1.0, 0.0) for b, losses in ((8, [1.0, 0.5]), (16, [1.0, 0.25]))]
     assert spread(runs) == pytest.approx(0.5 * 0.6931471805599453)
 
 

@@ -25,7 +25,7 @@ from invariant_adam_lab.grids import grid, store, workers
 from invariant_adam_lab.grids.grid import Choice
 from invariant_adam_lab.results.curves import COLUMNS
 from invariant_adam_lab.training import data
-from invariant_adam_lab.training.runs import TASKS, Run
+from invariant_adam_lab.training.runs import RECIPES, Run
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -48,7 +48,7 @@ def test_the_papers_grid():
 
 
 @pytest.mark.parametrize("name", grid.GRIDS)
-@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("model", RECIPES)
 @pytest.mark.parametrize("preset", grid.PRESETS)
 def test_every_grid_is_whole(name, model, preset):
     found = grid.plan(model, preset, name)

@@ -4,15 +4,15 @@ import pytest
 import torch
 from lab_runs import run
 
-from invariant_adam_lab.training.runs import BETAS, TASKS, check
+from invariant_adam_lab.training.runs import BETAS, RECIPES, check
 from invariant_adam_lab.training.updates import loss_of
 
 
 def test_the_recipe_is_the_papers():
     """Crop always; what else is done to images, and the batch sizes, of which the last is B_max."""
     recipe = {
-        name: (task.dataset, task.batch_sizes, task.micro_batch_size, task.flip, task.auto, task.smoothing)
-        for name, task in TASKS.items()
+        name: (recipe.dataset, recipe.batch_sizes, recipe.micro_batch_size, recipe.flip, recipe.auto, recipe.smoothing)
+        for name, recipe in RECIPES.items()
     }
     sizes = (25, 50, 100, 200, 400, 800)
     assert recipe == {
@@ -21,7 +21,7 @@ def test_the_recipe_is_the_papers():
         "vit": ("cifar10", sizes[:5], 25, False, True, 0.1),
         "gpt": ("tinyshakespeare", (8, 16, 32, 64, 128, 256), 8, True, False, 0.0),  # a text has no flips
     }
-    models = {name: (task.model, task.options) for name, task in TASKS.items()}
+    models = {name: (recipe.model, recipe.options) for name, recipe in RECIPES.items()}
     assert models == {
         "resnet-bn": ("resnet18", {}),
         "resnet-ln": ("resnet18", {"norm": "layer"}),
@@ -36,7 +36,7 @@ def test_the_least_that_the_vits_training_loss_can_be():
     least = -0.91 * math.log(0.91) - 9 * 0.01 * math.log(0.01)
     assert round(least, 4) == 0.5003  # as docs/lab.md has it
     best = torch.full((10, 10), 0.01, dtype=torch.float64).fill_diagonal_(0.91).log()
-    assert loss_of(best, torch.arange(10), TASKS["vit"].smoothing).item() == pytest.approx(least, rel=1e-6)
+    assert loss_of(best, torch.arange(10), RECIPES["vit"].smoothing).item() == pytest.approx(least, rel=1e-6)
 
 
 @pytest.mark.parametrize(

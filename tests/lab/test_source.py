@@ -3,7 +3,7 @@ import torch
 from lab_runs import CPU, TEXT, small_source
 
 from invariant_adam_lab.training import augment, data
-from invariant_adam_lab.training.runs import TASKS
+from invariant_adam_lab.training.runs import RECIPES
 from invariant_adam_lab.training.source import Source, load
 
 
@@ -44,7 +44,7 @@ def test_images_are_augmented_as_the_paper_has_it(model):
 
 @pytest.mark.parametrize(("model", "share"), [("resnet-bn", 0.5), ("resnet-ln", 0.5), ("vit", 0.0)])
 def test_half_of_the_images_are_mirrored_or_none(model, share):
-    x, _ = Source(ramps(2_000), TASKS[model]._replace(auto=False), CPU).epoch(0, 0, 0, 2_000)
+    x, _ = Source(ramps(2_000), RECIPES[model]._replace(auto=False), CPU).epoch(0, 0, 0, 2_000)
     mirrored = (x[:, 0, 16, 8] > x[:, 0, 16, 24]).double().mean().item()
     assert abs(mirrored - share) <= 0.05 * (share > 0)
 

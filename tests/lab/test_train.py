@@ -9,14 +9,14 @@ from lab_runs import CPU, MAX, M, run, small_source
 from invariant_adam_lab.results.curves import SAME_AT_M
 from invariant_adam_lab.training import source as lab_source
 from invariant_adam_lab.training import train
-from invariant_adam_lab.training.runs import RULES, TASKS, Run
+from invariant_adam_lab.training.runs import RECIPES, RULES, Run
 from invariant_adam_lab.training.source import Source
-from invariant_adam_lab.training.updates import Optimizer
+from invariant_adam_lab.training.updates import ScaledOptimizer
 
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, Source]:
-    return {model: small_source(model) for model in TASKS}
+    return {model: small_source(model) for model in RECIPES}
 
 
 def losses(rows: list[train.Row]) -> list[float]:
@@ -37,7 +37,7 @@ def by_hand(settings: Run, source: Source, second: str, at: Callable[[int], tupl
             g, sq = ([torch.zeros_like(p) for p in params] for _ in range(2))
             for x, y in zip(*(part.split(M) for part in samples), strict=True):
                 x, y = source.inputs((x, y))
-                loss = F.cross_entropy(model(x), y, label_smoothing=TASKS[settings.model].smoothing)
+                loss = F.cross_entropy(model(x), y, label_smoothing=RECIPES[settings.model].smoothing)
                 for i, part in enumerate(torch.autograd.grad(loss, params)):
                     g[i] += part / kappa
                     sq[i] += {"invariant": part**2 / kappa, "adama": (part / kappa) ** 2, "standard": 0 * part}[second]
@@ -77,7 +77,7 @@ def test_each_algorithm_is_its_formula(model, algorithm, rule, batch, second, lr
     assert [row["epoch"] for row in rows] == [1, 2]
 
 
-@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("model", RECIPES)
 def test_one_pass_and_loop_agree(model, sources):
     settings = run(model, epochs=1)
     loop, one_pass = (
@@ -90,7 +90,7 @@ def test_one_pass_and_loop_agree(model, sources):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
-@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("model", RECIPES)
 @pytest.mark.parametrize(("algorithm", "rule"), [("invariant", "linear"), ("standard", "square_root")])
 def test_compiled_runs_agree_with_eager_ones(model, algorithm, rule, sources):
     settings = run(model, algorithm, rule, 10, epochs=1)
@@ -101,7 +101,7 @@ def test_compiled_runs_agree_with_eager_ones(model, algorithm, rule, sources):
         assert compiled[key] == pytest.approx(eager[key], rel=1e-4)
 
 
-@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("model", RECIPES)
 def test_invariant_curves_are_closer_than_standard_ones(model, sources):
     gaps, source = {}, sources[model]
     for algorithm, rule in (("invariant", "linear"), ("standard", "square_root")):
@@ -123,7 +123,7 @@ def test_evaluating_leaves_the_model_as_it_was(sources):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("model", RECIPES)
 def test_the_test_loss_is_the_mean_over_all_test_samples_without_smoothing(model, sources, monkeypatch):
     monkeypatch.setattr(lab_source, "TEST_BATCH", 16)  # 30 images are 16 and 14
     source = sources[model]
@@ -146,7 +146,7 @@ def test_the_test_loss_is_the_mean_over_all_test_samples_without_smoothing(model
     assert right == pytest.approx(sum(hits).item() / len(hits))
 
 
-@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("model", RECIPES)
 def test_a_seed_gives_its_own_weights(model, sources):
     def weights(seed: int) -> torch.Tensor:
         torch.rand(1)  # what the program draws before does not matter
@@ -162,15 +162,15 @@ def test_warm_up_gives_each_update_the_mean_over_its_samples(sources, monkeypatc
     seen: dict[int, list[float]] = {}
     for batch in (M, MAX):
         factors = seen[batch] = []
-        set_lr = Optimizer.set_lr
+        set_lr = ScaledOptimizer.set_lr
 
         def note(self, factor, factors=factors, set_lr=set_lr):
             factors.append(factor)
             set_lr(self, factor)
 
-        monkeypatch.setattr(Optimizer, "set_lr", note)
+        monkeypatch.setattr(ScaledOptimizer, "set_lr", note)
         rows = train.finish(train.train(run(batch=batch, warmup_samples=60), sources["resnet-ln"]))
-        monkeypatch.setattr(Optimizer, "set_lr", set_lr)
+        monkeypatch.setattr(ScaledOptimizer, "set_lr", set_lr)
         assert rows[-1]["lr"] == pytest.approx(1e-3 * batch / MAX)
     assert seen[MAX][:4] == pytest.approx([10 / 60, 30 / 60, 50 / 60, 1.0])
     assert seen[M][0] == pytest.approx(2.5 / 60)
@@ -273,7 +273,7 @@ def test_in_bfloat16_weights_stay_float32(engine, sources):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
-@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("model", RECIPES)
 @pytest.mark.parametrize(("algorithm", "rule"), [("invariant", "linear"), ("standard", "square_root")])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_graphs_give_the_runs_without_them(model, algorithm, rule, compiled):

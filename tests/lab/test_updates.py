@@ -9,7 +9,7 @@ from lab_runs import CPU, M, run, small_source
 import invariant_adam as ia
 from invariant_adam_lab.training.runs import RULES
 from invariant_adam_lab.training.train import make_model
-from invariant_adam_lab.training.updates import Epoch, Optimizer, Update, accuracy, captured, loss_of
+from invariant_adam_lab.training.updates import Epoch, ScaledOptimizer, TrainingStep, accuracy, captured, loss_of
 
 
 def test_the_loss_is_the_papers():
@@ -32,11 +32,11 @@ def test_a_captured_update_has_made_its_first_three():
     source = small_source("resnet-ln")
     wanted = run(batch=10)
     model = make_model(wanted, source)
-    optimizer = Optimizer(wanted, model, CPU)
+    optimizer = ScaledOptimizer(wanted, model, CPU)
     epoch = Epoch(source, wanted, 80)
     epoch.begin(0)
     prepared: list[int] = []
-    update = Update(wanted, model, optimizer, source, epoch, "loop")
+    update = TrainingStep(wanted, model, optimizer, source, epoch, "loop")
     captured(update, prepared.append, 160)
     assert prepared == [160, 170, 180]
     assert epoch.place.item() == 30
@@ -55,7 +55,7 @@ def steps(algorithm: str, rule: str, legs: list[tuple[int, int]], gradient, devi
     """
     model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64, device=device)
     weight, size = model.weight, M * legs[0][0]
-    optimizer = Optimizer(run("vit", algorithm, rule, size, max_batch_size=32 * M), model, device)
+    optimizer = ScaledOptimizer(run("vit", algorithm, rule, size, max_batch_size=32 * M), model, device)
     found, seen, sums = [], 0, [0.0, 0.0]  # of the weights in v, and of 1/κ by them, for rules with γ′ = ργ
     for kappa, updates in legs:
         optimizer.resize(M * kappa)
@@ -118,7 +118,7 @@ def test_one_micro_batch_is_torchs_adam_on_a_gpu():
     source = small_source("vit", device)
     wanted = run("vit", "invariant", "linear", M)
     model = make_model(wanted, source)
-    assert isinstance(Optimizer(wanted, model, device).inner, torch.optim.Adam)
+    assert isinstance(ScaledOptimizer(wanted, model, device).inner, torch.optim.Adam)
 
 
 @pytest.mark.gpu

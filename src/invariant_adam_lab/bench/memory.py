@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..record import Rows
-from .one_pass import Case, Job, Tell, Update, failure, title
+from .one_pass import Case, CaseStep, Job, Tell, failure, title
 
 __all__ = ["HEAD", "cells", "measure", "title"]
 HEAD = ("method", "M", "tensors", "held MiB", "peak MiB", "peak − bare MiB")
@@ -79,7 +79,7 @@ def measure(todo: list[Job], rows: Rows, *, tell: Tell) -> Iterator[dict[str, An
     bare: tuple[dict[str, Any], int] | None = None
     for case, method in todo:
         tell(f"{case}: {method}")
-        torch._dynamo.reset()
+        torch.compiler.reset()
         try:
             looped = method in ("accumulate", "loop")
             like = {**case.settings("loop" if looped else "plain"), "looped": looped}
@@ -93,7 +93,7 @@ def measure(todo: list[Job], rows: Rows, *, tell: Tell) -> Iterator[dict[str, An
 
 def _of(case: Case, method: str) -> dict[str, Any]:
     device = torch.device(case.device)
-    update = Update(case, method)
+    update = CaseStep(case, method)
     for _ in range(2):  # the first makes the state and whatever is kept between updates
         update()
     params = list(update.model.parameters())
@@ -113,7 +113,7 @@ def _of(case: Case, method: str) -> dict[str, Any]:
 
 def _bare(case: Case, looped: bool) -> int:
     """The peak of a forward and backward alone, over the mini-batch or over one micro-batch after another."""
-    update = Update(case, "accumulate" if looped else "plain")
+    update = CaseStep(case, "accumulate" if looped else "plain")
     del update.optimizer
 
     def drop(p: Tensor) -> None:

@@ -150,7 +150,7 @@ class Training(nn.Module):
         return F.cross_entropy(self.model(x).flatten(0, -2).float(), y.flatten())
 
 
-class Update:
+class CaseStep:
     """A model with an optimizer, whose call is one update by the case's method on random data.
 
     `gather` is the part that brings the gradients, `step` the part that moves the weights.
@@ -233,7 +233,7 @@ class Update:
 
 
 class _Ready:
-    """An `Update` that has run, with its first seconds and its peak memory without the other models alive."""
+    """A `CaseStep` that has run, with its first seconds and its peak memory without the other models alive."""
 
     def __init__(self, case: Case, method: str) -> None:
         device = torch.device(case.device)
@@ -241,7 +241,7 @@ class _Ready:
         gc.collect()
         before = torch.cuda.memory_allocated(device) if gpu else 0
         start = time.perf_counter()
-        self.update = Update(case, method)
+        self.update = CaseStep(case, method)
         loss = float(self.update().detach())  # waits for the device
         self.first_s = time.perf_counter() - start
         if not math.isfinite(loss):
@@ -261,7 +261,7 @@ def model_flops(case: Case) -> int:
     """Return the floating-point operations of the products in one update: forward and backward over the mini-batch."""
     small = replace(case, batch=2, micro_batch=2, device="meta", precision="float32", compiled=False, graph=False)
     with FlopCounterMode(display=False) as counter:
-        Update(small, "plain").gather()
+        CaseStep(small, "plain").gather()
     return int(counter.get_total_flops()) * case.batch // 2
 
 
@@ -432,7 +432,7 @@ def failure(error: Exception) -> dict[str, Any]:
 
 def _clear(case: Case) -> None:
     """Forget graphs and memory of the case before."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     if case.device == "cuda":
         torch.cuda.empty_cache()

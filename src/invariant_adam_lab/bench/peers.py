@@ -33,7 +33,7 @@ METHODS = ("plain", "loop", "backpack", "opacus", "vmap", "ours")
 MICRO = (1, 4, 16)
 
 
-class Block(nn.Module):
+class SmallBlock(nn.Module):
     """Attention and a small net, each after a norm."""
 
     def __init__(self, d: int, heads: int) -> None:
@@ -53,13 +53,13 @@ class Block(nn.Module):
         return out
 
 
-class GPT(nn.Module):
+class SmallGPT(nn.Module):
     """A small transformer over tokens."""
 
     def __init__(self, V: int = 1000, d: int = 256, T: int = 128, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(V, d), nn.Embedding(T, d)
-        self.blocks = nn.ModuleList(Block(d, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(SmallBlock(d, heads) for _ in range(layers))
         self.ln, self.head = nn.LayerNorm(d), nn.Linear(d, V)
 
     def forward(self, i: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def build(net: str) -> tuple[nn.Module, Tensor, Tensor, int]:
         layers = [m for i, o, s in sizes for m in (nn.Conv2d(i, o, 3, s, 1), nn.ReLU())]
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
         return model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)), 1024
-    return GPT(), torch.randint(1000, (16, 128)), torch.randint(1000, (16, 128)), 128
+    return SmallGPT(), torch.randint(1000, (16, 128)), torch.randint(1000, (16, 128)), 128
 
 
 def loss_of(out: Tensor, y: Tensor) -> Tensor:

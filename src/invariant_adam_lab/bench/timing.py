@@ -57,7 +57,8 @@ def fast_math() -> Iterator[None]:
 @contextmanager
 def many_graphs() -> Iterator[None]:
     """Let torch.compile keep graphs of many models and shapes; it would run eagerly after the eighth."""
-    config = torch._dynamo.config
+    from torch._dynamo import config  # torch has no public name for it
+
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     with config.patch({limit: 1024, f"accumulated_{limit}": 4096}):
         yield

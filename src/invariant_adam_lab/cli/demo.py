@@ -13,7 +13,7 @@ from .console import fail, fail_to_write, new_table, print_json, stdout, stop, t
 from .options import Json, numbers
 
 if TYPE_CHECKING:
-    from ..demo import Run
+    from ..demo import DemoRun
 
 
 class StandardRule(str, enum.Enum):
@@ -85,7 +85,7 @@ class _Bars:
     def advance(self, optimizer: str, batch: int, work: int) -> None:
         self.progress.update(self.task, advance=work, description=f"{optimizer} Adam, B = {batch}")
 
-    def finish(self, run: Run, kept: bool) -> None:
+    def finish(self, run: DemoRun, kept: bool) -> None:
         self.done += 1
         how = "kept from before" if kept else f"{run.seconds:.1f} s"
         self.progress.console.print(

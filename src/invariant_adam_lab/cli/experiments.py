@@ -98,7 +98,7 @@ class Comparison(str, enum.Enum):
     norm = "norm"
 
 
-class Engine(str, enum.Enum):
+class SquareMethod(str, enum.Enum):
     """How an update of several micro-batches gets its squares."""
 
     loop = "loop"
@@ -168,11 +168,11 @@ def reproduce(
         typer.Option(min=0, metavar="SECONDS", help="Begin no run that would end after so long.", rich_help_panel=HOW),
     ] = None,
     engine: Annotated[
-        Engine,
+        SquareMethod,
         typer.Option(
             help="One backward for each micro-batch of an update, or one over all of them.", rich_help_panel=HOW
         ),
-    ] = Engine.one_pass,
+    ] = SquareMethod.one_pass,
     graphs: Annotated[
         bool, typer.Option("--graphs/--no-graphs", help="Make updates CUDA graphs.", rich_help_panel=HOW)
     ] = True,

@@ -92,7 +92,7 @@ def _power(delta: float) -> str:
     return "2⁻" + str(exponent).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-class Rule(str, enum.Enum):
+class RuleName(str, enum.Enum):
     """The rules for Adam, by their names in `scaling`."""
 
     exponential = "exponential"
@@ -110,7 +110,9 @@ def scale(
         0.999,
     ),
     weight_decay: Annotated[float, typer.Option(help="Decoupled weight decay, as tuned.")] = 0.0,
-    rule: Annotated[Rule, typer.Option(help="Scaling rule; square_root is for standard Adam.")] = Rule.exponential,
+    rule: Annotated[
+        RuleName, typer.Option(help="Scaling rule; square_root is for standard Adam.")
+    ] = RuleName.exponential,
     as_json: Json = False,
 ) -> None:
     """Give the hyperparameters at another batch size.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ..training.runs import ALGORITHMS, RULES, TASKS, Run, check
+from ..training.runs import ALGORITHMS, RECIPES, RULES, Run, check
 
 PRESETS = ("paper", "short", "smoke")
 PAIR = (("invariant", "linear"), ("standard", "square_root"))
@@ -70,20 +70,20 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
     >>> len(found.runs), found.runs[0].name
     (18, 'vit-invariant-linear-B400-lr0.0001-s0')
     """
-    for what, value, names in (("model", model, TASKS), ("preset", preset, PRESETS), ("grid", grid, GRIDS)):
+    for what, value, names in (("model", model, RECIPES), ("preset", preset, PRESETS), ("grid", grid, GRIDS)):
         if value not in names:
             raise ValueError(f"{what} must be one of {', '.join(names)}, got {value!r}")
     choice = choice or Choice()
     for what, value in choice._asdict().items():
         if value == ():
             raise ValueError(f"{what} must name at least one, got none")
-    task, small = TASKS[model], preset == "smoke"
-    M = choice.micro_batch_size or (5 if small else task.micro_batch_size)
-    sizes = task.batch_sizes if preset == "paper" else (5, 10, 20) if small else task.batch_sizes[::2]
-    if preset == "short" and sizes[-1] != task.batch_sizes[-1]:
-        sizes = (*sizes, task.batch_sizes[-1])
+    recipe, small = RECIPES[model], preset == "smoke"
+    M = choice.micro_batch_size or (5 if small else recipe.micro_batch_size)
+    sizes = recipe.batch_sizes if preset == "paper" else (5, 10, 20) if small else recipe.batch_sizes[::2]
+    if preset == "short" and sizes[-1] != recipe.batch_sizes[-1]:
+        sizes = (*sizes, recipe.batch_sizes[-1])
     sizes = tuple(sorted(set(choice.batch_sizes or sizes)))
-    largest = choice.max_batch_size or (20 if small else task.batch_sizes[-1])
+    largest = choice.max_batch_size or (20 if small else recipe.batch_sizes[-1])
     lrs = {"paper": (1e-6, 1e-5, 1e-4, 1e-3), "short": (1e-5, 1e-4, 1e-3), "smoke": (1e-3, 1e-2)}[preset]
     if grid == "tuned" and not small:
         lrs = tuple(float(f"{a}e{b}") for b in (-5, -4, -3) for a in (1, 3))
@@ -189,7 +189,7 @@ def epoch_samples(run: Run) -> int:
 
 def training_set(model: str, small: bool = False) -> int:
     """The samples of a model's training set, about; the data need not be there."""
-    images = TASKS[model].dataset == "cifar10"
+    images = RECIPES[model].dataset == "cifar10"
     return (MADE_UP_IMAGES if images else 40) if small else 50_000 if images else 3_900
 
 

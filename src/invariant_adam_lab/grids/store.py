@@ -19,7 +19,7 @@ import torch
 from .. import record
 from ..results.curves import COLUMNS, PER_EPOCH
 from ..training import data
-from ..training.runs import TASKS, Run
+from ..training.runs import RECIPES, Run
 from ..training.train import Row
 from .grid import Grid
 
@@ -61,7 +61,7 @@ def digest(model: str, small: bool, path: Path | None) -> str:
     """Return the SHA-256 of a model's dataset without loading it where it is known."""
     if small:
         return "made-up"
-    if TASKS[model].dataset == "cifar10":
+    if RECIPES[model].dataset == "cifar10":
         return data.CIFAR10_DIGEST
     return data.SHAKESPEARE_DIGEST if path is None else data.text(path).digest()
 
@@ -169,7 +169,7 @@ def _dataset(grid: Grid, setup: Setup) -> str:
     if grid.small:
         return "made-up"
     known = setup.digest in (data.CIFAR10_DIGEST, data.SHAKESPEARE_DIGEST)
-    return TASKS[grid.model].dataset if known else "a text of the user's"
+    return RECIPES[grid.model].dataset if known else "a text of the user's"
 
 
 def _listed(path: Path, key: str) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 
 from ..bench import timing
 from ..training import data, train
-from ..training.runs import TASKS, Run
+from ..training.runs import RECIPES, Run
 from ..training.source import Source, load
 from ..training.train import Row
 from . import store
@@ -29,7 +29,7 @@ Tell = Callable[[str, Run, Any], None]  # ("epoch" | "done" | "skipped" | "error
 
 def made_up(model: str) -> data.Images | data.Text:
     """Return data for a model that needs no download."""
-    if TASKS[model].dataset == "cifar10":
+    if RECIPES[model].dataset == "cifar10":
         return data.synthetic(MADE_UP_IMAGES, MADE_UP_IMAGES // 2)
     words = ["batch", "size", "of", "one", "and", "then", "another", "moment"]
     return data.encode(" ".join(words[(i * i + i // 3) % 8] for i in range(1_500)))
@@ -56,7 +56,7 @@ def prepare(grid: Grid, setup: Setup, tell: data.Tell = lambda text: None) -> da
 def _find(model: str, setup: Setup, tell: data.Tell = lambda text: None) -> data.Images | data.Text:
     if setup.small:
         return made_up(model)
-    if TASKS[model].dataset == "cifar10":
+    if RECIPES[model].dataset == "cifar10":
         return data.cifar10(setup.path, tell)[0]
     return data.tinyshakespeare(tell=tell)[0] if setup.path is None else data.text(setup.path)
 

@@ -31,7 +31,7 @@ RULES = {
 ALGORITHMS = tuple(RULES)
 
 
-class Task(NamedTuple):
+class Recipe(NamedTuple):
     """What is trained, and how, in the paper (GPT: in its manner)."""
 
     model: str  # in `models`
@@ -46,10 +46,10 @@ class Task(NamedTuple):
 
 
 _CIFAR_SIZES = (25, 50, 100, 200, 400, 800)
-TASKS = {
-    "resnet-bn": Task("resnet18", {}, {"width": 8, "depths": (1, 1)}, "cifar10", _CIFAR_SIZES, 25),
-    "resnet-ln": Task("resnet18", {"norm": "layer"}, {"width": 8, "depths": (1, 1)}, "cifar10", _CIFAR_SIZES, 25),
-    "vit": Task(
+RECIPES = {
+    "resnet-bn": Recipe("resnet18", {}, {"width": 8, "depths": (1, 1)}, "cifar10", _CIFAR_SIZES, 25),
+    "resnet-ln": Recipe("resnet18", {"norm": "layer"}, {"width": 8, "depths": (1, 1)}, "cifar10", _CIFAR_SIZES, 25),
+    "vit": Recipe(
         "vit-cifar",
         {},
         {"width": 32, "depth": 2, "heads": 2, "hidden": 32},
@@ -60,7 +60,7 @@ TASKS = {
         auto=True,
         smoothing=0.1,
     ),
-    "gpt": Task(
+    "gpt": Recipe(
         "gpt-char",
         {},
         {"width": 32, "depth": 2, "heads": 2, "context": 32},
@@ -102,7 +102,7 @@ class Run(NamedTuple):
         """How the run is called in files and on the screen."""
         size = self.ramp or self.batch_size
         extra = f"-w{self.warmup_samples}" * bool(self.warmup_samples)
-        extra += f"-M{self.micro_batch_size}" * (self.micro_batch_size != TASKS[self.model].micro_batch_size)
+        extra += f"-M{self.micro_batch_size}" * (self.micro_batch_size != RECIPES[self.model].micro_batch_size)
         return f"{self.model}-{self.algorithm}-{self.rule}-B{size}-lr{self.lr0:g}-s{self.seed}{extra}"
 
 
@@ -112,8 +112,8 @@ def check(run: Run) -> Run:
     >>> check(Run("vit", "invariant", "linear", 100, 25, 400, 1e-4, 0, 10)).name
     'vit-invariant-linear-B100-lr0.0001-s0'
     """
-    if run.model not in TASKS:
-        raise ValueError(f"model must be one of {', '.join(TASKS)}, got {run.model!r}")
+    if run.model not in RECIPES:
+        raise ValueError(f"model must be one of {', '.join(RECIPES)}, got {run.model!r}")
     if run.algorithm not in RULES:
         raise ValueError(f"algorithm must be one of {', '.join(RULES)}, got {run.algorithm!r}")
     if run.rule not in RULES[run.algorithm]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import augment, data
-from .runs import TASKS, Task
+from .runs import RECIPES, Recipe
 
 KEPT_BYTES = 8 << 30  # of epochs made on a GPU and kept for the next run; on the CPU one epoch is kept
 TEST_BATCH = 1_000  # samples
@@ -26,7 +26,7 @@ class Source:
 
     Args:
         found: images or a text.
-        task: how it is augmented.
+        recipe: how it is augmented.
         device: where it goes.
         context: characters of a sequence, where it is a text.
         precision: "float32", or "bfloat16" for autocast with float32 weights.
@@ -35,12 +35,12 @@ class Source:
     def __init__(
         self,
         found: data.Images | data.Text,
-        task: Task,
+        recipe: Recipe,
         device: torch.device,
         context: int = 0,
         precision: str = "float32",
     ) -> None:
-        self.task, self.device, self.context, self.precision = task, device, context, precision
+        self.recipe, self.device, self.context, self.precision = recipe, device, context, precision
         moved = {name: part.to(device) for name, part in found._asdict().items() if isinstance(part, Tensor)}
         self.found: data.Images | data.Text = found._replace(**moved)  # type: ignore[arg-type]
         if device.type == "cuda":
@@ -88,7 +88,7 @@ class Source:
     def _make(self, seed: int, epoch: int, samples: int, take: int) -> tuple[Tensor, ...]:
         order = augment.order(seed, epoch, samples, self.device)[:take]
         if isinstance(self.found, data.Images):
-            x = augment.augment(self.found.x[order], order, seed, epoch, flip=self.task.flip, auto=self.task.auto)
+            x = augment.augment(self.found.x[order], order, seed, epoch, flip=self.recipe.flip, auto=self.recipe.auto)
             return x, self.found.y[order]
         start = int(augment.draw(seed, epoch, torch.zeros(1, dtype=torch.int64), 1) * self.context)
         return (self._sequences(self.found.ids, start)[order],)
@@ -131,16 +131,16 @@ def load(
     """Return the dataset of a model on a device.
 
     Args:
-        model: a key of `TASKS`.
+        model: a key of `RECIPES`.
         device: where it goes.
         small: the model is the small one.
         found: images or a text to use instead of the model's own dataset.
         precision: by default bfloat16 on a GPU and float32 elsewhere.
     """
-    task = TASKS[model]
+    recipe = RECIPES[model]
     if found is None:
-        found = (data.cifar10 if task.dataset == "cifar10" else data.tinyshakespeare)()[0]
+        found = (data.cifar10 if recipe.dataset == "cifar10" else data.tinyshakespeare)()[0]
     context = 0
     if isinstance(found, data.Text):
-        context = (task.small if small else {}).get("context", 256)
-    return Source(found, task, device, context, precision or default_precision(device))
+        context = (recipe.small if small else {}).get("context", 256)
+    return Source(found, recipe, device, context, precision or default_precision(device))

@@ -19,9 +19,9 @@ from invariant_adam.schedules import mean_factor, warmup_cosine
 
 from ..models import build
 from . import data
-from .runs import TASKS, Run, check
+from .runs import RECIPES, Run, check
 from .source import Source
-from .updates import FIRST, Epoch, Optimizer, Update, accuracy, captured, loss_of
+from .updates import FIRST, Epoch, ScaledOptimizer, TrainingStep, accuracy, captured, loss_of
 
 AHEAD = 8  # updates that the host may be ahead of the device, so that runs on one device take turns
 
@@ -30,15 +30,15 @@ Row = dict[str, float]
 
 def make_model(run: Run, source: Source) -> nn.Module:
     """Return the model of a run with the weights that its seed gives it, on the device of its data."""
-    task = TASKS[run.model]
-    options = {**task.options, **(task.small if run.small else {})}
+    recipe = RECIPES[run.model]
+    options = {**recipe.options, **(recipe.small if run.small else {})}
     if isinstance(source.found, data.Text):
         options.update(vocab=len(source.found.vocab), context=source.context)
     else:
         options.update(classes=source.found.classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        model = build(task.model, **options)
+        model = build(recipe.model, **options)
     source.channels_last = source.device.type == "cuda" and run.model.startswith("resnet")
     if source.channels_last:
         return model.to(source.device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
@@ -76,7 +76,7 @@ def train(
         )
     gpu = source.device.type == "cuda"
     model = make_model(run, source)
-    optimizer = Optimizer(run, model, source.device)
+    optimizer = ScaledOptimizer(run, model, source.device)
     warmup = warmup_cosine(run.warmup_samples, run.warmup_samples + 1, floor=1.0) if run.warmup_samples else None
     epoch_data = Epoch(source, run, take)
     rows: list[Row] = []
@@ -108,7 +108,7 @@ def train(
         epoch_data.begin(number)
         if update is None or batch != optimizer.batch:
             optimizer.resize(batch)
-            plain = update = Update(run, model, optimizer, source, epoch_data, engine, compiled)
+            plain = update = TrainingStep(run, model, optimizer, source, epoch_data, engine, compiled)
             if gpu and graphs and take // batch >= FIRST:
                 update, made = captured(plain, prepare, number * take), FIRST
         for i in range(made, take // batch):

@@ -19,7 +19,7 @@ import invariant_adam as ia
 from invariant_adam.graphs import aside
 from invariant_adam.scaling import scale
 
-from .runs import BETAS, TASKS, Run
+from .runs import BETAS, RECIPES, Run
 from .source import Source
 
 FIRST = 3  # updates that `captured` makes
@@ -67,7 +67,7 @@ class Scored(nn.Module):
         return loss_of(logits, y, self.smoothing), logits
 
 
-class Optimizer:
+class ScaledOptimizer:
     """The optimizer of a run, whose hyperparameters follow the batch size by the run's rule."""
 
     def __init__(self, run: Run, model: nn.Module, device: torch.device) -> None:
@@ -148,7 +148,7 @@ def change_betas(adam: torch.optim.Optimizer, betas: tuple[float, float]) -> Non
         state["exp_avg"].mul_((1 - betas[0] ** equal) / (1 - old[0] ** t))
 
 
-class Update:
+class TrainingStep:
     """One update on buffers that stay where they are: take the next samples, forward, backward, step.
 
     All that changes from update to update is on the device, so that a CUDA graph of one call makes any of them.
@@ -158,14 +158,14 @@ class Update:
         self,
         run: Run,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: ScaledOptimizer,
         source: Source,
         epoch: Epoch,
         engine: str = "one-pass",
         compiled: bool = False,
     ) -> None:
         self.optimizer, self.source, self.epoch = optimizer, source, epoch
-        self.net: nn.Module = Scored(model, TASKS[run.model].smoothing)
+        self.net: nn.Module = Scored(model, RECIPES[run.model].smoothing)
         if compiled:
             self.net = cast(nn.Module, torch.compile(self.net, dynamic=False))
         batch, M = optimizer.batch, run.micro_batch_size
@@ -200,7 +200,7 @@ class Update:
         epoch.place += self.batch
 
 
-def captured(update: Update, prepare: Callable[[int], None], start: int) -> Callable[[], Any]:
+def captured(update: TrainingStep, prepare: Callable[[int], None], start: int) -> Callable[[], Any]:
     """Return the update as a CUDA graph, with the first three made: two as they are, one by the graph.
 
     Args:
