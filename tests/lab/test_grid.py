@@ -21,6 +21,7 @@ from lab_runs import TINY, Told, invoke
 
 import invariant_adam
 from invariant_adam_lab.cli import experiments
+from invariant_adam_lab.cli.reproduce import reproduce
 from invariant_adam_lab.grids import grid, store, workers
 from invariant_adam_lab.grids.grid import Choice
 from invariant_adam_lab.results.curves import COLUMNS
@@ -421,7 +422,7 @@ def test_a_worker_that_is_killed_loses_its_run_alone(tmp_path):
     assert len(rows_of(tmp_path / "vit-curves-smoke-e6")) == 6 * kept
 
 
-@pytest.mark.parametrize("command", [experiments.data, experiments.reproduce, experiments.figures])
+@pytest.mark.parametrize("command", [experiments.data, reproduce, experiments.figures])
 def test_help_is_written_for_80_columns(command):
     """Where a line of a docstring is longer than the terminal is wide, its rest stands on a line of its own."""
     assert all(len(line) <= 78 for line in (inspect.getdoc(command) or "").split("\n\n", 1)[1].splitlines())

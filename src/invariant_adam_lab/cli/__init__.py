@@ -8,7 +8,7 @@ import typer
 
 from invariant_adam import __version__
 
-from . import bench, demo, experiments, theory
+from . import bench, demo, experiments, reproduce, theory
 from .console import stdout
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-commands = (theory.verify, theory.scale, demo.demo, experiments.data, experiments.figures, experiments.reproduce)
+commands = (theory.verify, theory.scale, demo.demo, experiments.data, experiments.figures, reproduce.reproduce)
 for command in commands:  # in the order of the help text
     app.command()(command)
 app.add_typer(bench.app, name="bench")
