@@ -1,9 +1,9 @@
 """Same samples, same trajectory: a small CNN trained at several batch sizes with two optimizers.
 
 Invariant Adam (learning rate ∝ B) beside standard Adam (learning rate ∝ √B, or ∝ B if asked), from the same weights, on
-the same samples in the same order. Both are tuned at the smallest batch size, which is also the micro-batch. There one
-update is one micro-batch, so that the two optimizers are the same algorithm and share one curve; what follows is only
-what each makes of a larger batch.
+the same samples in the same order. Both are tuned at the smallest batch size, which is also the micro-batch. There an
+update is one micro-batch: the two optimizers are the same algorithm and share one curve. Only a larger batch tells them
+apart.
 
 The images are the 1,797 handwritten digits (8×8) of the test part of "Optical Recognition of Handwritten Digits" by
 E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0.
@@ -33,8 +33,8 @@ from .results import measures
 OPTIMIZERS = ("standard", "invariant")
 TRAIN = 1536  # images; the other 261 are held out
 BETAS_AT_LARGEST = (0.9, 0.999)  # as in the paper: γ ∝ B, with the usual betas at the largest batch size
-DIVERGED = 1e3  # a training loss beyond any that guessing gives (log 10): the run has nothing to show
-STANDARD_RULES = ("square_root", "linear")  # what users of standard Adam do to its learning rate
+DIVERGED = 1e3  # a training loss far above that of guessing, log 10: the run diverged
+STANDARD_RULES = ("square_root", "linear")  # how users of standard Adam scale its learning rate
 
 
 class Settings(NamedTuple):
@@ -85,7 +85,7 @@ class DemoRun(NamedTuple):
 
 
 class DivergedError(RuntimeError):
-    """A run whose loss is no longer a number to compare."""
+    """The loss of a run can no longer be compared."""
 
 
 def check(settings: Settings) -> Settings:
@@ -171,7 +171,7 @@ def train(
     tuned = settings.tuned
     opt: torch.optim.Optimizer
     if optimizer == "invariant":
-        # Told once where it was tuned; it counts the micro-batches of each update itself.
+        # It is told once where it was tuned, and counts the micro-batches of each update itself.
         opt = InvariantAdam(
             model.parameters(),
             tuned.lr,
@@ -210,13 +210,13 @@ class Progress(Protocol):
     """What `demo` reports while it works; the command line draws it."""
 
     def begin(self, work: int) -> None:
-        """Hear that `work` backward passes lie ahead."""
+        """Note that `work` backward passes lie ahead."""
 
     def advance(self, optimizer: str, batch: int, work: int) -> None:
-        """Hear that `work` of them are done, in this run."""
+        """Note that `work` of them are done, in this run."""
 
     def finish(self, run: DemoRun, kept: bool) -> None:
-        """Hear that a run is complete: trained now, or kept from an earlier start."""
+        """Note that a run is complete: trained now, or kept from an earlier start."""
 
 
 def demo(settings: Settings, out: Path, progress: Progress) -> dict[str, Any]:
@@ -225,12 +225,12 @@ def demo(settings: Settings, out: Path, progress: Progress) -> dict[str, Any]:
     jobs = [(optimizer, batch) for optimizer in OPTIMIZERS for batch in settings.batch_sizes]
     runs = {job: _load(settings, job, out) for job in jobs}
 
-    def work(optimizer: str, batch: int) -> int:  # backward passes per epoch: what an epoch's time goes with
+    def work(optimizer: str, batch: int) -> int:  # backward passes per epoch, which its time grows with
         return settings.samples_per_epoch // (settings.micro_batch if optimizer == "invariant" else batch)
 
     progress.begin(sum(work(*job) * settings.epochs for job in jobs if runs[job] is None))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers this small lose more to the hand-over between threads than they gain
+    torch.set_num_threads(1)  # layers this small are faster on one thread
     try:
         data = load_digits()
         for optimizer, batch in jobs:
@@ -284,7 +284,7 @@ def summarise(settings: Settings, runs: Sequence[DemoRun]) -> dict[str, Any]:
 
 
 def _path(settings: Settings, job: tuple[str, int], out: Path) -> Path:
-    """The file of one run. Its name holds a hash of all that the run depends on: other settings, another file."""
+    """Return the file of a run, whose name holds a hash of all that the run depends on."""
     optimizer, batch = job
     depends = {
         "optimizer": optimizer,

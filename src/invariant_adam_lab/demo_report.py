@@ -15,7 +15,7 @@ from .results.page import definitions, frame, table
 from .results.style import FAINT, STYLE, dress, render
 
 PANELS = ("standard", "invariant")
-LAWS = {"square_root": "√B", "linear": "B", "exponential": "B"}  # what the learning rate goes with
+LAWS = {"square_root": "√B", "linear": "B", "exponential": "B"}  # what the learning rate is proportional to
 
 
 def write_report(result: dict[str, Any], out: Path) -> list[Path]:
@@ -107,7 +107,7 @@ def page(result: dict[str, Any], svg: str) -> str:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Say in a few words how the two spreads compare, whichever way it came out.
+    """Say in a few words how the two spreads compare.
 
     >>> verdict({"ratio": 86.13}), verdict({"ratio": 0.5}), verdict({"ratio": None})
     ('86.1 times smaller', '2 times larger', 'nil')
@@ -119,7 +119,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def _inline(svg: str) -> str:
-    """Keep the drawing alone: no prologue, no metadata, no namespace addresses, and as wide as the page."""
+    """Return the drawing alone, as wide as the page: no prologue, metadata or namespace addresses."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     head, body = svg.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)

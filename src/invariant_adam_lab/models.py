@@ -81,7 +81,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                # What is added to the skip is smaller the more of it there is.
+                # Layers that add to the skip start smaller, the more of them there are.
                 added = name.endswith((".out", ".down"))
                 nn.init.normal_(module.weight, std=0.02 / (2 * depth) ** 0.5 if added else 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -212,8 +212,8 @@ def _conv(inner: int, outer: int, kernel: int, stride: int) -> nn.Conv2d:
 class LayerNorm2d(nn.Module):
     """Layer norm over all of a sample, with a weight and a bias per channel: `nn.GroupNorm(1, channels)`.
 
-    What is normalised over everything does not mind the order of memory, so that channels-last activations stay as they
-    are; torch's group norm copies them, forth and back.
+    A norm over the whole sample does not depend on the order of memory, so that channels-last activations are not
+    copied; torch's group norm copies them twice.
     """
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
@@ -224,7 +224,7 @@ class LayerNorm2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x (B, channels, height, width) normalised."""
         rows = x.permute(0, 2, 3, 1)
-        with torch.autocast(x.device.type, enabled=False):  # it would keep everything between in float32
+        with torch.autocast(x.device.type, enabled=False):  # which would keep intermediates in float32
             normed = F.group_norm(rows.flatten(1).unsqueeze(1), 1, None, None, self.eps).view(rows.shape)
             return torch.addcmul(self.bias, normed, self.weight).to(x.dtype).permute(0, 3, 1, 2)
 
@@ -251,7 +251,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """Return a new network by its name in `MODELS`; options take the place of the named ones.
+    """Return a new network by its name in `MODELS`; `options` replace those of the name.
 
     GPT-2's head is its own matrix unless `tied=True`; "resnet18" and "vit-cifar" are those for 32×32 images.
 

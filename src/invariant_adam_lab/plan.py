@@ -1,4 +1,4 @@
-"""What a change of batch size asks for: the scaled hyperparameters, how long the averages remember, and warnings."""
+"""A change of batch size: the scaled hyperparameters, the half-lives of the averages, and warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from invariant_adam.scaling import Hyperparameters, scale
 
-LARGE = 0.5  # share of m that one update replaces from which on it is no longer small
+LARGE = 0.5  # an update that replaces this share of m is no longer small
 
 
 class HalfLife(NamedTuple):
@@ -18,7 +18,7 @@ class HalfLife(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A run tuned at one batch size, told for another."""
+    """The hyperparameters of a run that was tuned at one batch size, at another."""
 
     tuned: Hyperparameters
     tuned_batch: int

@@ -66,7 +66,7 @@ def read_json(path: Path) -> Any:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what must be equal for two rows of a benchmark to stand in one file: the device and the versions."""
+    """Return the device and the versions, which all rows of one benchmark file must share."""
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -93,7 +93,7 @@ def _device_name(device: torch.device) -> str:
 
 
 class Rows:
-    """The rows of a benchmark in a file, written after each one, so that a run cut short keeps what it measured.
+    """The rows of a benchmark in a file, written after each row, so that an interrupted run keeps what it measured.
 
     A row is its settings and what was measured, flat, with the date and the `source_digest` of the code. A row of the
     same settings and code is not measured again; one of other code is replaced.
@@ -108,7 +108,7 @@ class Rows:
         self.read()
 
     def read(self) -> None:
-        """Take over the rows of the file: another command may have added some."""
+        """Read the rows of the file again: another command may have added some."""
         if not self.path.exists():
             return
         found = read_json(self.path)
@@ -123,7 +123,7 @@ class Rows:
         self.rows = found["rows"]
 
     def has(self, settings: dict[str, Any]) -> bool:
-        """Whether a row of these settings was measured, without an error, by the code as it is."""
+        """Whether this code has measured a row of these settings without an error."""
         settings = _as_read(settings)
         return any(
             self._same(row, settings) and row.get("code") == self.code and "error" not in row for row in self.rows
@@ -153,6 +153,6 @@ class Rows:
 
 
 def _as_read(settings: dict[str, Any]) -> dict[str, Any]:
-    """What JSON makes of them: a tuple comes back as a list."""
+    """Return settings as JSON gives them back: a tuple becomes a list."""
     read: dict[str, Any] = json.loads(json.dumps(settings))
     return read

@@ -1,4 +1,4 @@
-"""The memory of an update by each method of `bench_one_pass`, in bytes that torch's allocator handed out.
+"""The memory of an update by each method of `one_pass`, in bytes of torch's allocator.
 
 | | |
 |---|---|

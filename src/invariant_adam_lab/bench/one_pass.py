@@ -1,4 +1,4 @@
-"""A training step by each method, over one plain pass with `torch.optim.AdamW(fused=True)` on the same mini-batch.
+"""The time of a training step by each method, over that of a plain pass with `torch.optim.AdamW(fused=True)`.
 
 | method | what an update is |
 |---|---|
@@ -8,8 +8,9 @@
 | one-pass | one forward and backward in `one_pass`, InvariantAdam |
 | into | the same with `one_pass(..., into=opt)`: no gradient is ever in memory |
 
-Every method has a model of its own, from the same seed. Its updates alternate with plain ones, so that the ratio is
-that of one run. TFLOP/s are the model's own matrix products, forward and backward (attention counted in full).
+Every method has a model of its own, from the same seed. Its updates alternate with plain ones, so that both sides
+of a ratio are measured in one run. TFLOP/s are the model's own matrix products, forward and backward (attention counted
+in full).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Case:
 
     Args:
         model: its name in `models.MODELS`.
-        options: what `models.build` shall do otherwise.
+        options: options of `models.build` that differ from the name's.
         batch: B, samples in the mini-batch.
         micro_batch: M, samples in a micro-batch; it divides `batch`.
         device: "cuda" or "cpu".
@@ -77,7 +78,7 @@ class Case:
     graph: bool = False
 
     def settings(self, method: str) -> dict[str, Any]:
-        """What a row of this case is known by; a plain pass has no micro-batch."""
+        """Return what identifies a row of this case; a plain pass has no micro-batch."""
         return {
             "model": self.model,
             "options": self.options,
@@ -151,9 +152,9 @@ class Training(nn.Module):
 
 
 class CaseStep:
-    """A model with an optimizer, whose call is one update by the case's method on random data.
+    """A case by one method: a model, its optimizer and random data; each call is one update.
 
-    `gather` is the part that brings the gradients, `step` the part that moves the weights.
+    `gather` computes the gradients, `step` moves the weights.
     """
 
     def __init__(self, case: Case, method: str) -> None:
@@ -174,7 +175,7 @@ class CaseStep:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.x = self.x.contiguous(memory_format=torch.channels_last)
         self.run: Any = Training(self.model)
-        if case.compiled:  # a loop's and a check's batch sizes are graphs of their own
+        if case.compiled:  # the loop and the first check have batch sizes, and so graphs, of their own
             self.run = torch.compile(self.run, dynamic=False)
         self.optimizer: torch.optim.Optimizer
         if method in ("plain", "accumulate"):
@@ -247,10 +248,10 @@ class _Ready:
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss is {loss} after one update")
         if gpu:
-            torch.cuda.empty_cache()  # of what the first update's check took: others may be getting ready beside
+            torch.cuda.empty_cache()  # what the first check took: other commands may be getting ready here
         self.update()
         self.peak_gib: float | None = None
-        if gpu and not case.graph:  # a replay allocates nothing: its memory was taken when it was captured
+        if gpu and not case.graph:  # a replay allocates nothing; the capture did
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             self.update()
@@ -426,7 +427,7 @@ def _against(
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """What is kept of a method that failed."""
+    """Return what the row of a failed method holds."""
     return {"error": f"{type(error).__name__}: {error}".strip()[:500]}
 
 

@@ -1,9 +1,8 @@
 """One pass against the loop and its peers on the CPU: step time and peak memory.
 
 Times are medians of interleaved rounds, as ratios to a plain forward and backward; the best rounds are kept too. Memory
-is the growth of the peak
-resident size over one call, in a fresh process for each cell. Every method's gradients and squares are held against
-the loop; a method that misses parameters or differs by more than 1e-3 is not exact.
+is the growth of the peak resident size over one call, in a fresh process for each cell. Every method's gradients and
+squares are compared with the loop's; a method that misses parameters or differs by more than 1e-3 is not exact.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 
 
 def prepare(method: str, net: str, M: int, check: bool = True) -> Callable[[], Pairs | None] | None:
-    """A function that runs one step and returns {name: (mean g, mean g²)}; None where the method
-    has no such case."""
+    """Return a function that runs one step and returns {name: (mean g, mean g²)}; None where the method has none."""
     model, x, y, _ = build(net)
     B = len(x)
     kappa = B // M
@@ -219,7 +217,7 @@ def run(
     nets: tuple[str, ...] = NETS,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure all cells and return them as JSON holds them; `tell` hears of each as it is done."""
+    """Measure all cells and return them as JSON holds them; `tell` is told of each when it is done."""
     torch.set_num_threads(2)
     cells = []
     for net in nets:
@@ -254,8 +252,7 @@ def run(
             times: dict[str, list[float]] = {m: [] for m in steps}
             shuffle = random.Random(0)
             for _ in range(rounds):
-                # In another order each round: a method that frees a gigabyte slows whoever comes
-                # next.
+                # In another order each round, because a method that frees a gigabyte slows the next one.
                 for method in shuffle.sample(list(steps), len(steps)):
                     step = steps[method][0]
                     with warnings.catch_warnings():

@@ -1,20 +1,20 @@
-"""The optimizer alone: what folding and stepping take, over `torch.optim.AdamW(fused=True)` and over a copy.
+"""The optimizer alone: the time of fold and step over that of `torch.optim.AdamW(fused=True)` and of a copy.
 
 | work | what is timed |
 |---|---|
 | copy | a copy of as many floats: the ceiling |
-| fold, step | the kernels, on gradients and moments that lie ready |
+| fold, step | the kernels, on gradients and moments in memory |
 | fold+step | both in turn |
 | fold_step | both in one pass over memory, as in an update of one micro-batch |
 | adamw | the kernel of fused AdamW |
-| alone | a whole update of κ micro-batches, `fold()` and `step()`, on gradients that lie ready |
+| alone | a whole update of κ micro-batches, `fold()` and `step()`, on gradients in memory |
 | handed | the same with gradients from a backward that makes each by one multiplication |
-| net | the same in a chain of linear layers on micro-batches of 32: what a training step feels |
+| net | the same in a chain of linear layers on micro-batches of 32, as in a training step |
 
 On a GPU the kernels are timed as CUDA graphs, so that their time is the device's own; the copy, `alone`, `handed` and
 `net` are launched by the host.
 
-TB/s count what must be read and written at least: 20 bytes per parameter to fold, 16 to step, 28 for both in one.
+TB/s count the bytes that must be read and written: 20 bytes per parameter to fold, 16 to step, 28 for both in one.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def measure(todo: list[Job], rows: Rows, *, device: str, rounds: int, tell: Tell
         common = {"parameters": sum(sizes), "number": len(sizes)}
         if work == "kernels":
             passes = _kernels(sizes, where)
-            if where.type == "cuda":  # the device's own time: in training the host is ahead of it
-                # But a copy, which a graph leaves to the copy engines: they are slower than a kernel.
+            if where.type == "cuda":  # the device's own time, because in training the host runs ahead
+                # The copy is left out: a graph gives it to the copy engines, which are slower than a kernel.
                 captured = {each: timing.captured(f) for each, f in passes.items() if each != "copy"}
                 passes |= captured
             taken = timing.interleaved(passes, where, rounds, warmup=2, round_ms=round_ms)

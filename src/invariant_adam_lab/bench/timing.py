@@ -1,7 +1,7 @@
-"""How time is taken: work interleaved in rounds, medians, and the ceilings of the machine in the same run.
+"""Timing: work is interleaved in rounds, the median counts, and the machine's ceilings are measured in the same run.
 
-On a GPU times are those of CUDA events around several calls in a row, so that the host runs ahead as it does in
-training; on the CPU `perf_counter`'s.
+On a GPU, CUDA events around several calls in a row take the time, so that the host runs ahead as it does in training;
+on the CPU, `perf_counter` does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fast_math() -> Iterator[None]:
 
 @contextmanager
 def many_graphs() -> Iterator[None]:
-    """Let torch.compile keep graphs of many models and shapes; it would run eagerly after the eighth."""
+    """Let torch.compile keep graphs of many models and shapes; by default it runs eagerly after the eighth."""
     from torch._dynamo import config  # torch has no public name for it
 
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
@@ -125,7 +125,7 @@ class Turn:
     def __enter__(self) -> Turn:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not any(_is_alive(int(mark.name.partition("-")[2])) for mark in self.folder.glob("*-*")):
-            for mark in self.folder.glob("*-*"):  # of commands that were killed: they would count as ready
+            for mark in self.folder.glob("*-*"):  # left by killed commands, which would count as ready
                 mark.unlink(missing_ok=True)
         self._lock = (self.folder / "turn").open("w")
         return self
@@ -144,7 +144,7 @@ class Turn:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def __exit__(self, *exception: object) -> None:
-        self._mark("ready")  # one that failed keeps nobody waiting
+        self._mark("ready")  # a command that failed keeps nobody waiting
         self._mark("left")
         if len(list(self.folder.glob("left-*"))) >= self.number:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -165,7 +165,7 @@ def _is_alive(process: int) -> bool:
 
 
 def captured(work: Work, first: int = 1) -> Work:
-    """Return the work as the replay of a CUDA graph, so that the host's launches are not in its time.
+    """Return the work as the replay of a CUDA graph, so that its time leaves out the host's launches.
 
     Args:
         work: what is captured; a replay returns what it returned then.
@@ -190,7 +190,7 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     gpu = device.type == "cuda"
     source, target = (torch.randn(2**30 if gpu else 2**24, device=device) for _ in range(2))
     side = 8192 if gpu else 1024
-    # Random numbers: constants switch fewer bits, and a chip that is bound by power runs faster on them.
+    # Random numbers, because constants switch fewer bits, and a chip bound by power runs faster on them.
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     work: dict[str, Callable[[], Tensor]] = {"copy": lambda: target.copy_(source), "gemm": lambda: a @ b}
     taken = interleaved(work, device, rounds=7, warmup=2, round_ms=20.0 if gpu else 0.0)

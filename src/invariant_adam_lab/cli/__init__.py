@@ -1,4 +1,4 @@
-"""The `invariant-adam` command: arguments in, tables out. The work is done in `lab`."""
+"""The `invariant-adam` command: arguments in, tables out. The work is done in the modules beside."""
 
 from __future__ import annotations
 

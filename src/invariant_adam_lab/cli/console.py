@@ -1,4 +1,4 @@
-"""What all commands say alike: errors, JSON, tables, progress, files written.
+"""What all commands share: errors, JSON, tables, progress, files written.
 
 `--json` gives stdout to the result alone; progress and remarks go to stderr.
 """
@@ -50,12 +50,12 @@ def print_json(result: dict[str, Any]) -> None:
 
 
 def new_table(title: str | None = None) -> Table:
-    """Give an empty table as all commands draw theirs."""
+    """Give an empty table in the look of all commands."""
     return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
 
 
 def time_bar(*counts: ProgressColumn) -> Progress:
-    """Give a bar with what is being done, `counts` and the time left, which is gone when the work is."""
+    """Give a bar with what is being done, `counts` and the time left; it disappears when the work is done."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -73,7 +73,7 @@ def demo(
 
 
 class _Bars:
-    """Draw `lab.demo`'s progress: one bar over all the work, one line per finished run."""
+    """Draw the demo's progress: one bar over all the work, one line per finished run."""
 
     def __init__(self, runs: int) -> None:
         self.runs, self.done = runs, 0

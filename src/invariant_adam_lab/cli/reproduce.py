@@ -45,7 +45,7 @@ class Preset(str, enum.Enum):
 
 
 class Comparison(str, enum.Enum):
-    """Which comparison, by its name in `lab.grid`."""
+    """Which comparison, by its name in `grids.grid`."""
 
     curves = "curves"
     rivals = "rivals"
@@ -401,7 +401,7 @@ class _Lines:
             show(f"{run.name} failed: {what}", markup=False, soft_wrap=True)
 
     def sum_up(self) -> None:
-        """Name the first of the runs that the budget was too small for, which may be most of a grid, and count them."""
+        """Count the runs that the budget was too small for, and name the first."""
         if self.skipped:
             runs = count(len(self.skipped), "run")
             say(f"--budget was too small for {runs}, first {self.skipped[0]}; the same command goes on with the rest")

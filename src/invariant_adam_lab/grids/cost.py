@@ -1,4 +1,4 @@
-"""What runs cost, by what others took: for dry runs, and for grids that are to end in time."""
+"""What runs will cost, estimated from finished ones: for dry runs and for --budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Costs = dict[tuple[str, str, int], float]  # (model, algorithm, batch size) -> s
 def costs(out: Path, device: str, small: bool = False) -> tuple[Costs, str]:
     """Return measured costs and where they are from: the runs of a folder, else those that ship with the lab.
 
-    Those that ship are of a GPU, and all are of models that are not small: of others nothing is known.
+    The costs that ship were measured on a GPU. Of small models nothing is known.
     """
     if small:
         return {}, ""
@@ -40,7 +40,7 @@ def measured(out: Path, device: str) -> Costs:
         if found["device_type"] == device and not run.small and not run.ramp:
             key = (run.model, run.algorithm, run.batch_size)
             found_costs.setdefault(key, []).append(cost(found["rows"], found["at_once"]))
-    # The least: what else ran on the device only made it longer.
+    # The least, because whatever else ran on the device only added time.
     return {key: min(values) for key, values in found_costs.items()}
 
 
@@ -50,14 +50,14 @@ def cost(rows: list[Row], at_once: int) -> float:
 
 
 def ship(out: Path, device: str, to: Path | None = None, alone: Iterable[dict[str, Any]] = ()) -> Path:
-    """Keep the costs of a folder's runs with the lab, or in the file `to`, for the estimates of others.
+    """Write the costs of a folder's runs into the lab, or into the file `to`, for later estimates.
 
     Args:
         out: the folder.
-        device: the kind of it.
+        device: its kind, "cuda" or "cpu".
         to: a file.
         alone: seconds per epoch that were measured with nothing else on the device, by model, algorithm and batch size:
-            they take the place of what runs took beside others.
+            they replace the times of runs that shared it.
     """
     known = measured(out, device)
     for row in alone:
@@ -70,10 +70,10 @@ def ship(out: Path, device: str, to: Path | None = None, alone: Iterable[dict[st
 
 
 def lender(run: Run, known: Costs) -> tuple[str, str, int] | None:
-    """Return what a run's cost is estimated by: its own algorithm at the nearest batch size, or else another one.
+    """Return what a run's cost is estimated from: its own algorithm at the nearest batch size, or else another one.
 
-    Another one's cost is borrowed, the dearest at the nearest batch size; but accumulation, whose backward passes go
-    with M and not with B, neither borrows nor lends.
+    Of others the dearest at the nearest batch size is borrowed. Accumulation neither borrows nor lends, because its
+    backward passes depend on M and not on B.
     """
     of_model = [key for key in known if key[0] == run.model]
     near = [key for key in of_model if key[1] == run.algorithm]
@@ -92,10 +92,10 @@ def estimate(run: Run, known: Costs) -> float | None:
 
 
 class Pace:
-    """How much longer runs take than their estimates say, which are the least: as the slowest of the last did.
+    """How much longer runs take than their estimates: as much as the slowest of the last ones did.
 
-    A device that others use as well, or lanes whose updates wait for dearer ones, make it several times as long; and
-    a run that is cut off is lost.
+    Estimates are the least times. A device that others use, or lanes that wait for slower ones, take several times as
+    long; and a run that is cut off is lost.
 
     Args:
         last: runs that are looked back at.
@@ -119,6 +119,6 @@ class Pace:
         return estimated * self.factor
 
     def took(self, seconds: float, estimated: float) -> None:
-        """Hear of a run that is finished; one without an estimate says nothing."""
+        """Note a finished run; one without an estimate says nothing."""
         if estimated > 0.0:
             self._ratios.append(seconds / estimated)

@@ -1,4 +1,4 @@
-"""Grids of runs: which, in which order, on which machine.
+"""Grids of runs: which runs, in which order, on which machine.
 
 | grid | question | what is compared |
 |---|---|---|
@@ -119,7 +119,7 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
 
 
 def read_algorithms(text: str, grid: str) -> tuple[tuple[str, str], ...]:
-    """Read algorithms with commas between them, each with its rule after a colon, or that of the grid, or its first.
+    """Read algorithms with commas between them, each with its rule after a colon; else the grid's rule, else its first.
 
     >>> read_algorithms("invariant,standard:linear", "curves")
     (('invariant', 'linear'), ('standard', 'linear'))
@@ -155,7 +155,7 @@ def _batch_sizes(grid: str, algorithm: str, sizes: tuple[int, ...], micro: int, 
 
 
 def _sharpness(run: Run) -> tuple[Any, ...]:
-    """Where a run comes in its grid: seeds one by one; η₀ near 1e-4 first; then the batch sizes farthest apart."""
+    """Return a run's place in its grid: seeds one by one; η₀ near 1e-4 first; then the batch sizes farthest apart."""
     far = -abs(math.log(run.batch_size / math.sqrt(run.max_batch_size * run.micro_batch_size)))
     far = min(far, -math.log(2)) if run.ramp else far
     return (
@@ -172,7 +172,7 @@ def _sharpness(run: Run) -> tuple[Any, ...]:
 
 
 def work(run: Run) -> float:
-    """Return the backward passes of an epoch, what its time goes with: the unit of progress and of sharing out."""
+    """Return the backward passes of an epoch, which its time grows with: the unit of progress and of shards."""
     samples = epoch_samples(run)
     each = (
         run.micro_batch_size

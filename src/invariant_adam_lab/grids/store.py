@@ -1,6 +1,6 @@
-"""The files of a grid: each finished run is one, all of them a results.csv and a grid.json.
+"""The files of a grid: one for each finished run, and results.csv and grid.json for all of them.
 
-A grid goes on where it was stopped, and takes over runs that another grid in the same folder has made.
+A grid resumes where it was stopped, and takes runs that another grid in the same folder has made.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..training.runs import RECIPES, Run
 from ..training.train import Row
 from .grid import Grid
 
-# What is read of a run's file, here and for costs.
+# The fields of a run's file that are read, here and in `cost`.
 FIELDS = {"run", "rows", "at_once", "device", "device_type", "torch", "python", "date"}
 
 
 class Setup(NamedTuple):
-    """How a grid is run: what does not change its numbers, but the device, the precision and the data."""
+    """How a grid is run. Only the device, the precision and the data change its numbers."""
 
     out: Path
     grid: str  # its name
@@ -42,7 +42,7 @@ class Setup(NamedTuple):
     lanes: int = 1  # runs at once in a process
     workers: int = 1  # processes
     precision: str = "float32"
-    deadline: float | None = None  # as `time.time` has it: no run begins that would end later
+    deadline: float | None = None  # by `time.time`; no run begins that would end later
     tensorboard: bool = False
 
     @property
@@ -58,7 +58,7 @@ def run_id(run: Run, setup: Setup) -> str:
 
 
 def digest(model: str, small: bool, path: Path | None) -> str:
-    """Return the SHA-256 of a model's dataset without loading it where it is known."""
+    """Return the SHA-256 of a model's dataset; one that is known is not loaded."""
     if small:
         return "made-up"
     if RECIPES[model].dataset == "cifar10":
@@ -87,7 +87,7 @@ def finished(run: Run, setup: Setup, *, take: bool = True) -> dict[str, Any] | N
 
 
 def save(run: Run, rows: list[Row], setup: Setup, lanes: int | None = None) -> None:
-    """Write a finished run; `lanes` is how many there were at its median epoch, if not all: fewer in a grid's tail."""
+    """Write a finished run; `lanes` is how many were in use at its median epoch: at a grid's end they are fewer."""
     device = torch.device(setup.device)
     clean = [{key: value if math.isfinite(value) else None for key, value in row.items()} for row in rows]
     record.write_json(
@@ -131,7 +131,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     record.write(setup.folder / "results.csv", buffer.getvalue())
     commands, earlier = (_listed(setup.folder / "grid.json", key) for key in ("commands", "missing"))
     names = {run.name for run in done}
-    # By all of its settings: runs that differ in B_max have one name.
+    # Compared by all settings: runs that differ only in B_max share a name.
     missing = list(
         dict.fromkeys(
             (
@@ -156,7 +156,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
         "seconds": sum(row["seconds"] for found in done.values() for row in found["rows"]),
         **record.provenance(),
     }
-    if done:  # what made the runs, which may not be what gathers them
+    if done:  # the versions that made the runs, which may not be those that gather them
         made = done.values()
         result |= {key: ", ".join(sorted({found[key] for found in made})) for key in ("torch", "python")}
         result["date"] = max(found["date"] for found in made)
@@ -165,7 +165,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
 
 
 def _dataset(grid: Grid, setup: Setup) -> str:
-    """What a grid's dataset is called: `--data` may be any text."""
+    """Return the name of a grid's dataset; `--data` may be any text."""
     if grid.small:
         return "made-up"
     known = setup.digest in (data.CIFAR10_DIGEST, data.SHAKESPEARE_DIGEST)
@@ -173,21 +173,21 @@ def _dataset(grid: Grid, setup: Setup) -> str:
 
 
 def _listed(path: Path, key: str) -> list[Any]:
-    """What a file lists under a key; nothing where it is not there or damaged."""
+    """Return what a file lists under a key; nothing where it is missing or damaged."""
     found = record.read_json(path)
     listed = found.get(key) if isinstance(found, dict) else None
     return listed if isinstance(listed, list) else []
 
 
 def _kept(setup: Setup) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """The finished runs of a grid's folder that go together: of one dataset, one kind of device, one precision."""
+    """Yield the finished runs of a grid's folder that have its dataset, its kind of device and its precision."""
     for path, run, found in files(setup.folder, "*-lr*.json"):
         if path.stem == run_id(run, setup):
             yield run, found
 
 
 def files(folder: Path, pattern: str) -> Iterator[tuple[Path, Run, dict[str, Any]]]:
-    """The finished runs that there are files of."""
+    """Yield the finished runs of the files in a folder."""
     for path in sorted(folder.glob(pattern)):
         found = record.read_json(path)
         run = _run_of(found)
@@ -196,7 +196,7 @@ def files(folder: Path, pattern: str) -> Iterator[tuple[Path, Run, dict[str, Any
 
 
 def _run_of(found: Any) -> Run | None:
-    """Return the run that a file is of, or None where it is damaged, or of one with other settings than runs have."""
+    """Return the run of a file, or None where the file is damaged or has other settings than a run."""
     if not isinstance(found, dict) or not found.keys() >= FIELDS:
         return None
     settings, rows = found["run"], found["rows"]

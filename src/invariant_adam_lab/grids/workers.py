@@ -1,4 +1,4 @@
-"""The runs of a grid, made: several at once in a process, in one process or many."""
+"""Make the runs of a grid: several at once in a process, in one process or in many."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def made_up(model: str) -> data.Images | data.Text:
 
 
 def prepare(grid: Grid, setup: Setup, tell: data.Tell = lambda text: None) -> data.Images | data.Text:
-    """Find what a grid trains on before any run is begun, and refuse a grid that it is too little for.
+    """Find the dataset of a grid before any run begins, and refuse a grid that needs more samples.
 
     Args:
-        grid: its runs have as many samples and one largest batch size.
+        grid: its runs share their number of samples and their largest batch size.
         setup: where the dataset is.
-        tell: hears where it is looked for.
+        tell: is told where it is looked for.
     """
     found = _find(grid.model, setup, tell)
     count = load(grid.model, torch.device("cpu"), small=setup.small, found=found).count
@@ -67,7 +67,7 @@ def serve(setup: Setup, runs: Iterable[Run], tell: Tell, found: data.Images | da
     Args:
         setup: how.
         runs: in the order in which they are begun.
-        tell: hears of epochs and ends.
+        tell: is told of epochs and ends.
         found: what `prepare` found; None: it is looked for.
     """
     device = torch.device(setup.device)
@@ -136,7 +136,7 @@ class _Logs:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self.setup.folder / "tensorboard" / run_id(run, self.setup)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped: the curve would go back and forth
+        shutil.rmtree(folder, ignore_errors=True)  # of a stopped run: its curve would be drawn twice
         writer = self.writers[run] = SummaryWriter(str(folder))
 
         def log(row: Row) -> None:
@@ -158,14 +158,14 @@ def make(runs: list[Run], setup: Setup, tell: Tell, found: data.Images | data.Te
     Args:
         runs: in the order in which they are begun.
         setup: how.
-        tell: hears of epochs and ends, in this process.
+        tell: is told of epochs and ends, in this process.
         found: what `prepare` found, so that one process need not look again.
     """
     todo = [run for run in runs if finished(run, setup) is None]
     if setup.workers == 1 or len(todo) <= 1:
         threads = torch.get_num_threads()
         if setup.small:
-            torch.set_num_threads(1)  # layers this small lose more to the hand-over between threads than they gain
+            torch.set_num_threads(1)  # layers this small are faster on one thread
         try:
             serve(setup, todo, tell, found)
         finally:
@@ -181,7 +181,7 @@ def make(runs: list[Run], setup: Setup, tell: Tell, found: data.Images | data.Te
         context.Process(target=_worker, args=(setup, threads, tasks, messages), daemon=True) for _ in range(count)
     ]
     try:
-        with _deaf():
+        with _ignoring_interrupts():
             for process in processes:
                 process.start()
         alive = count
@@ -209,9 +209,9 @@ def make(runs: list[Run], setup: Setup, tell: Tell, found: data.Images | data.Te
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Let Ctrl-C pass unheard, also by the processes that are started here: whoever started them ends them."""
-    if threading.current_thread() is not threading.main_thread():  # where signals are not ours to handle
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C, here and in the processes that are started here, which their parent ends."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -42,7 +42,7 @@ MODELS = {
     "gpt": "GPT, characters",
 }
 LAWS = {"linear": "η ∝ B", "exponential": "η ∝ B", "square_root": "η ∝ √B", "none": "η constant"}
-SAME_AT_M = ("invariant", "standard", "accumulate", "micro", "adama")  # one and the same Adam where B = M
+SAME_AT_M = ("invariant", "standard", "accumulate", "micro", "adama")  # the same Adam where B = M
 
 
 class Series(NamedTuple):
@@ -103,7 +103,7 @@ class Results(NamedTuple):
 
     @property
     def made(self) -> int:
-        """How many runs were made: one of one micro-batch may be the curve of several series."""
+        """How many runs were made; one with B = M may be the curve of several series."""
         return len({id(run.columns) for run in self.runs})
 
     @property
@@ -189,14 +189,14 @@ def load(folder: Path) -> Results:
             raise ValueError(f"{path} is damaged: {error}") from None
         for run in found:
             key = run[:6]
-            # Grids of one folder share runs: the same numbers are the same run, others are a question.
+            # Grids of one folder share runs: the same numbers are the same run, others are refused.
             if key in runs and repr(run.columns) != repr(runs[key].columns):
                 raise ValueError(
                     f"{run.source} and {runs[key].source} have different numbers for {run.model}, "
                     f"{NAMES[run.series.algorithm]}, η₀ = {rate(run.lr0)}, {run.at}; give the folder of one grid"
                 )
             runs[key] = run
-    if not runs:  # one grid without a run does not keep the others of a folder from being drawn
+    if not runs:  # an empty grid does not keep the others of a folder from being drawn
         raise ValueError(f"{files[0]} has no rows: no run of this grid is finished")
     for run in _of_one_micro_batch(list(runs.values())):
         runs.setdefault(run[:6], run)
@@ -215,7 +215,7 @@ def load(folder: Path) -> Results:
 
 def _read(path: Path) -> list[Curve]:
     runs: dict[tuple[str, ...], Curve] = {}
-    with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet that saved it may have marked it so
+    with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet may have saved it with a byte order mark
         reader = csv.DictReader(file)
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
@@ -243,10 +243,10 @@ def _read(path: Path) -> list[Curve]:
 
 
 def _of_one_micro_batch(runs: Sequence[Curve]) -> Iterator[Curve]:
-    """Yield the runs of one micro-batch once more for every other series that they stand for.
+    """Yield the runs with B = M once more for every other series that they stand for.
 
-    Whether squares are taken before or after the mean, a mini-batch of one micro-batch is the same step of Adam: at
-    B = M series of the same rule at the same learning rate are one run, which need not be made for each of them.
+    The mean of one micro-batch's square is the square of its mean, so that at B = M all series of one rule and one
+    learning rate are the same run, which is made once.
     """
 
     def one(series: Series, size: int) -> bool:

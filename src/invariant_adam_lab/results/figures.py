@@ -42,10 +42,10 @@ from .style import (
     STYLE,
     VARIANTS,
     Look,
-    _dot,
     batch_size_axis,
     dark,
     difference_axes,
+    dot,
     dress,
     epoch_axis,
     headline,
@@ -406,7 +406,7 @@ def ramp_figure(results: Results, model: str) -> Figure:
                 for ax, (x, y) in ((above, mean_curve(runs, "train_loss")), (below, difference(runs, base))):
                     if name:
                         dash = dashes.get(name, "-")
-                        ax.plot(x, y, color=dark(look.colours[lr0]), linewidth=1.8, linestyle=dash, marker=_dot(x))
+                        ax.plot(x, y, color=dark(look.colours[lr0]), linewidth=1.8, linestyle=dash, marker=dot(x))
                     else:
                         look.curve(ax, x, y, lr0, size)
         dress(above, log=True)

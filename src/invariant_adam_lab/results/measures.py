@@ -1,7 +1,6 @@
 """Curves -> their spread over batch sizes, where it breaks, and what the best learning rate reaches.
 
-Runs that diverged, stopped early or are not there are named beside every number that they touch; none is left out in
-silence.
+Runs that diverged, stopped early or are missing are named beside every number that they touch.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Spread(NamedTuple):
 def level(runs: Iterable[Curve]) -> list[Curve]:
     """Return the runs of those seeds that have all batch sizes, of runs that differ only in batch size and seed.
 
-    All means as many as any seed has: means over other seeds at each batch size would differ by their seeds.
+    All are as many as any seed has. Otherwise the means at two batch sizes would be over different seeds.
     """
     by_seed: dict[int, dict[int, Curve]] = defaultdict(dict)
     for run in sorted(runs, key=lambda run: (run.seed, run.batch_size)):
@@ -203,7 +202,7 @@ class Range(NamedTuple):
 def ranges(rows: Iterable[SpreadRow]) -> list[Range]:
     """Find where invariance breaks: the first learning rate at which the spread exceeds TOLERANCE.
 
-    It holds only where the largest batch size of the series was tried, which is what breaks first.
+    It counts as holding only where the largest batch size of the series was tried, which breaks first.
     """
     groups: dict[tuple[str, Series], dict[float, Spread]] = defaultdict(dict)
     for row in rows:
@@ -267,15 +266,15 @@ class Best(NamedTuple):
     samples: float
 
 
-TRIED = 3  # learning rates of which one can be the best and not the last
+TRIED = 3  # the fewest learning rates of which one can be the best and not at the edge
 
 
 def best(results: Results, model: str, metric: str) -> list[Best]:
     """Choose the best learning rate of every series at every batch size by `metric`.
 
-    Each series by what it tried itself: a rate more on one side takes nothing from the other, and a best at the edge
-    says so. A series with fewer than `TRIED` learning rates (or than any has, where all have fewer) is left out. All
-    of a batch size are means over the same seeds.
+    Each series is judged by the rates that it tried itself, and a best one at their edge is marked. A series with fewer
+    than `TRIED` learning rates (or than any has, where all have fewer) is left out. All of a batch size are means over
+    the same seeds.
     """
     sides: dict[int, list[Curve]] = defaultdict(list)
     for series in results.series(model):

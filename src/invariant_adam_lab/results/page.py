@@ -127,7 +127,7 @@ def _ranges(results: Results, measured: Sequence[SpreadRow]) -> str:
 
 
 def _folded(name: str, inside: str, *, shown: bool = False) -> str:
-    """Return HTML behind its name, for the reader to open: a report of hundreds of runs is long."""
+    """Return HTML that the reader opens by its name, because a report of hundreds of runs is long."""
     return f"<details{' open' * shown}>\n<summary>{html.escape(name)}</summary>\n{inside}\n</details>"
 
 
@@ -183,7 +183,7 @@ def _data(results: Results) -> dict[str, Any]:
 
 
 def _embed(data: Any) -> str:
-    """JSON that a page can hold: no text in it can end the script."""
+    """Return JSON that a page can hold: no text in it can end the script."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -61,7 +61,7 @@ class Look:
         """Draw a curve, and an × where it ends without a number."""
         alpha, colour = self.alphas[size], self.colours[lr0]
         style: dict[str, Any] = {"color": colour, "alpha": alpha, "linewidth": self.widths[size]}
-        ax.plot(x, y, **style, solid_capstyle="round", marker=_dot([v for v in y if not math.isnan(v)]))
+        ax.plot(x, y, **style, solid_capstyle="round", marker=dot([v for v in y if not math.isnan(v)]))
         end = next((i for i, value in enumerate(y) if math.isnan(value)), None)
         if end:  # the last epoch that has a number
             ax.plot(x[end - 1], y[end - 1], "x", color=colour, markersize=9, markeredgewidth=2.2, zorder=6)
@@ -140,8 +140,8 @@ def dress(ax: Axes, *, log: bool) -> None:
 
 
 def difference_axes(row: Sequence[Axes]) -> None:
-    """Dress panels of differences in percent; where one reaches ten times less than another, for both to be seen the
-    scale is logarithmic beyond SMALL, and linear in the shaded part."""
+    """Dress panels of differences in percent. Where one reaches ten times as far as another, the scale is logarithmic
+    beyond SMALL and linear in the shaded part, so that both can be read."""
     reach = [far for far in (max(map(abs, ax.dataLim.intervaly)) for ax in row) if 0 < far < math.inf]
     for ax in row:
         ax.axhline(0, color=FAINT, linewidth=1, zorder=1)
@@ -161,7 +161,7 @@ def render(figure: Figure, form: str) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "invariant-adam"}):
         metadata = {"Date": None} if form == "svg" else None
         figure.savefig(buffer, format=form, dpi=160, facecolor="white", metadata=metadata)
-    figure.set_layout_engine("none")  # the other form keeps the places: to find them is half of the work
+    figure.set_layout_engine("none")  # the other form reuses the layout, which is half of the work
     return buffer.getvalue()
 
 
@@ -182,8 +182,9 @@ def marker(label: str, marker: str, **style: Any) -> Line2D:
     return Line2D([], [], linestyle="", marker=marker, label=label, **style)
 
 
-def _dot(values: Sequence[float]) -> str | None:
-    return "o" if len(values) == 1 else None  # a line needs two points
+def dot(values: Sequence[float]) -> str | None:
+    """Return the marker of a line: none, unless it has one point only, which no line would show."""
+    return "o" if len(values) == 1 else None
 
 
 def epoch_axis(ax: Axes) -> None:

@@ -40,14 +40,14 @@ CIFAR10_MEAN, CIFAR10_STD = (0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26
 SHAKESPEARE_ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_DIGEST = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HELD_OUT = 0.1  # of a text: its end
-PATIENCE = 30  # seconds that an address may be silent
+PATIENCE = 30  # seconds without an answer
 
 Tell = Callable[[str], None]
 Files = dict[str, Callable[[], bytes]]  # by name, without the folder
 
 
 class DataError(RuntimeError):
-    """A dataset that is not there or not what it should be; says what was tried and what to put where."""
+    """A dataset is missing or not what it should be; the message says what was tried and what to do."""
 
 
 class Images(NamedTuple):
@@ -103,7 +103,7 @@ def cifar10(path: str | Path | None = None, tell: Tell = lambda text: None) -> t
 
     Args:
         path: an archive, a folder with its files, or a cached file; None: the cache, then the network.
-        tell: hears what is being done.
+        tell: is told what is being done.
     """
     if path is not None:
         return _verify(_read_images(Path(path)), str(path)), str(path)
@@ -157,7 +157,7 @@ def _files(path: Path) -> Files:
         return {file.name: file.read_bytes for folder in reversed(inner) for file in folder.iterdir() if file.is_file()}
     try:
         with tarfile.open(path) as archive:
-            # An archive is read once, front to back; a compressed one cannot be entered in the middle.
+            # An archive is read once, front to back, because a compressed one has no other access.
             wanted = {m.name.rsplit("/", 1)[-1]: m for m in archive if m.isfile() and _is_wanted(m.name)}
             contents = {name: archive.extractfile(m) for name, m in wanted.items()}
             held = {name: f.read() for name, f in contents.items() if f is not None}
@@ -223,7 +223,7 @@ def _part(files: Files, name: str, read: Callable[[bytes], Any], path: Path) -> 
         return read(files[name]())
     except DataError:
         raise
-    except Exception as error:  # bytes that are not what they should be fail in any way, pickles above all
+    except Exception as error:  # damaged bytes may raise anything, pickles above all
         raise DataError(f"{name} in {path} is damaged ({_reason(error)}); fetch it again") from None
 
 
@@ -311,7 +311,7 @@ def tinyshakespeare(path: str | Path | None = None, tell: Tell = lambda text: No
 
     Args:
         path: the file, or its folder; None: the cache, then the network. For any other text see `text`.
-        tell: hears what is being done.
+        tell: is told what is being done.
     """
     if path is not None:
         return _verify_text(text(path), str(path), "; `reproduce gpt --data` trains on any text"), str(path)
@@ -389,7 +389,7 @@ def _place(found: Images | Text) -> Path:
 
 
 def keep(found: Images | Text, tell: Tell) -> None:
-    """Cache a verified dataset; it serves all the same where the folder may only be read."""
+    """Cache a verified dataset; where the folder cannot be written, say so and go on."""
     place = _place(found)
     try:
         if isinstance(found, Images):
@@ -401,7 +401,7 @@ def keep(found: Images | Text, tell: Tell) -> None:
 
 
 def _download(address: str, read: Callable[[Path], Any], tell: Tell) -> Any:
-    """Fetch a file aside, read it, drop it: an interrupted download leaves nothing that could be taken for whole."""
+    """Download a file into a temporary folder and read it there: an interrupted download leaves nothing behind."""
     try:
         root().mkdir(parents=True, exist_ok=True)
         aside = tempfile.TemporaryDirectory(dir=root(), prefix=".download-")

@@ -1,10 +1,10 @@
-"""What a run is: a model, an algorithm, a batch size, a learning rate, a seed; and which of them go together.
+"""What a run is: a model, an algorithm, a batch size, a learning rate, a seed; and which of them are valid.
 
 | algorithm | an update of B = κM samples |
 |---|---|
 | invariant | `InvariantAdam`: v gets mean_k g_k² |
 | standard | `torch.optim.Adam` on the whole mini-batch: v gets (mean_k g_k)² |
-| accumulate | the same, gradients added up over micro-batches: equal, but that batch norm sees M samples and not B |
+| accumulate | the same by accumulated gradients: equal, except that batch norm sees M samples instead of B |
 | micro | `torch.optim.Adam` on each micro-batch: B = M |
 | adama | AdamA's accumulation: v gets Σ_k (g_k/κ)² |
 | halflife | standard Adam at the same learning rate for all B, with the half-life of v kept constant in samples |
@@ -32,7 +32,7 @@ ALGORITHMS = tuple(RULES)
 
 
 class Recipe(NamedTuple):
-    """What is trained, and how, in the paper (GPT: in its manner)."""
+    """How a model is trained in the paper; GPT, which the paper lacks, is trained likewise."""
 
     model: str  # in `models`
     options: dict[str, Any]
@@ -83,7 +83,7 @@ class Run(NamedTuple):
     lr0: float
     seed: int
     epochs: int
-    samples: int = 0  # of the training set that are used; 0: all
+    samples: int = 0  # used of the training set; 0: all
     warmup_samples: int = 0
     ramp: str = ""  # "25-800": the first batch size for the first half of the epochs, the second for the rest
     small: bool = False
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How the run is called in files and on the screen."""
+        """The run's name in files and on the screen."""
         size = self.ramp or self.batch_size
         extra = f"-w{self.warmup_samples}" * bool(self.warmup_samples)
         extra += f"-M{self.micro_batch_size}" * (self.micro_batch_size != RECIPES[self.model].micro_batch_size)
@@ -139,5 +139,5 @@ def check(run: Run) -> Run:
         if not getattr(run, name) >= least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(run, name)}")
     if run.seed >= 2**53:
-        raise ValueError(f"seed must be below 2**53, to be told from others as a number of results.csv, got {run.seed}")
+        raise ValueError(f"seed must be below 2**53, as results.csv holds no larger number exactly, got {run.seed}")
     return run

@@ -1,7 +1,7 @@
 """A dataset on a device -> the samples of an epoch, augmented, in their order -> what a model takes.
 
 Runs of one seed see the same samples, augmented alike, in the same order, at every B. An epoch is augmented as a
-whole, and the last ones made are kept for the runs that share them.
+whole, and the last epochs are kept for the next runs of the seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import augment, data
 from .runs import RECIPES, Recipe
 
-KEPT_BYTES = 8 << 30  # of epochs made on a GPU and kept for the next run; on the CPU one epoch is kept
+KEPT_BYTES = 8 << 30  # of epochs that a GPU keeps for the next run; the CPU keeps one epoch
 TEST_BATCH = 1_000  # samples
 
 
@@ -52,7 +52,7 @@ class Source:
                 torch.tensor(value, device=device).view(3, 1, 1) for value in (data.CIFAR10_MEAN, data.CIFAR10_STD)
             )
         else:
-            self.count = (len(found.ids) - context) // context  # wherever in the first `context` characters it starts
+            self.count = (len(found.ids) - context) // context  # for every start in the first `context` characters
             if self.count < 1 or len(found.test_ids) <= context:
                 raise ValueError(
                     f"a text of {len(found.ids):,} and {len(found.test_ids):,} held-out characters has no sequence of "
@@ -66,8 +66,8 @@ class Source:
         Args:
             seed: of the run.
             epoch: from 0.
-            samples: of the training set that are used; 0: all.
-            take: samples of an epoch; what is left over is other samples in each epoch.
+            samples: used of the training set; 0: all.
+            take: samples of an epoch; those left over are others in each epoch.
         """
         key = (seed, epoch, samples, take)
         if key not in self.kept:
@@ -112,7 +112,7 @@ class Source:
         return nullcontext()
 
     def inputs(self, samples: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return what a model takes and what it should answer."""
+        """Return the inputs of a model and its targets."""
         if not isinstance(self.found, data.Images):
             ids = samples[0].long()
             return ids[:, :-1], ids[:, 1:]

@@ -1,7 +1,7 @@
 """A run from its first weights to its last: a row of losses and accuracies per epoch; several runs at once.
 
-Runs of one seed start from the same weights. A run is a generator that hands over after each update, so that several
-runs share a GPU, each on a stream of its own.
+Runs of one seed start from the same weights. A run is a generator that yields after each update, so that several runs
+share a GPU, each on a stream of its own.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def train(
     compiled: bool = False,
     on_epoch: Callable[[Row], None] = lambda row: None,
 ) -> Generator[None, None, list[Row]]:
-    """Train; hand over after each update; return a row per epoch.
+    """Train; yield after each update; return a row per epoch.
 
-    On a GPU the caller makes the stream current on which the run shall work whenever it resumes it. Numbers of an epoch
-    are read when they are there, without waiting for them.
+    On a GPU the caller makes the run's stream current whenever it resumes the run. The numbers of an epoch are read
+    once the device has them; nothing waits for them.
 
     Args:
         run: settings.
@@ -65,7 +65,7 @@ def train(
         engine: "one-pass" or "loop", for updates of several micro-batches.
         graphs: make updates CUDA graphs on a GPU.
         compiled: compile the model.
-        on_epoch: hears of each epoch when its numbers are known.
+        on_epoch: called with the row of each epoch when its numbers are known.
     """
     run = check(run)
     total = min(run.samples or source.count, source.count)
@@ -175,7 +175,7 @@ def lanes(
     On a GPU each has a stream of its own; micro-batches of 25 leave most of it free. On the CPU they only take turns.
 
     Args:
-        works: what to call a run, and the run; asked for the next one whenever a place is free.
+        works: names and runs; the next is taken whenever a place is free.
         count: runs at once.
         device: where they run.
     """

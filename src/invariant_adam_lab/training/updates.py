@@ -74,7 +74,7 @@ class ScaledOptimizer:
         self.run, self.rate, self.batch = run, math.nan, run.batch_sizes[0]
         self.inner: torch.optim.Optimizer
         gpu = device.type == "cuda"
-        # Of one micro-batch invariant Adam is Adam, and torch's needs nothing of the host between two graphs.
+        # With one micro-batch per update invariant Adam is Adam, and torch's needs no host between two graphs.
         same = gpu and run.algorithm == "invariant" and run.batch_sizes == (run.micro_batch_size,)
         if run.algorithm in ("invariant", "adama") and not same:
             self.inner = ia.InvariantAdam(
@@ -111,7 +111,7 @@ class ScaledOptimizer:
         self.batch, self.rate = batch, math.nan
 
     def lr(self, factor: float = 1.0) -> float:
-        """Return the learning rate of an update, in the words of the rule, times a warm-up's factor."""
+        """Return the learning rate of an update by the run's rule, times a warm-up's factor."""
         rho = self.batch / self.run.max_batch_size
         return self.run.lr0 * factor * {"square_root": math.sqrt(rho), "none": 1.0}.get(self.run.rule, rho)
 
@@ -124,7 +124,7 @@ class ScaledOptimizer:
             rho = self.batch / self.run.max_batch_size
             group["lr"] = self.lr(factor) / rho * math.sqrt(self.batch / self.run.micro_batch_size)
         elif isinstance(self.inner, ia.InvariantAdam):
-            group["lr"] = self.run.lr0 * factor  # at B_max: it scales itself
+            group["lr"] = self.run.lr0 * factor  # at B_max; InvariantAdam scales it
         elif isinstance(group["lr"], Tensor):
             group["lr"].fill_(self.lr(factor))
         else:
@@ -134,14 +134,14 @@ class ScaledOptimizer:
 def change_betas(adam: torch.optim.Optimizer, betas: tuple[float, float]) -> None:
     """Change the betas of torch's Adam in mid-run and leave m̂ and v̂ as they are.
 
-    Torch debiases by 1 − βᵗ, as if all t updates had had the β of the last. With t′ = t·ln β₂/ln β₂′ for t it is
-    1 − β₂ᵗ still: what the weights in v add up to. One t′ cannot be right for both moments, unless β₁ and β₂ scale
-    exponentially, so m is brought to the sum that t′ claims, (1 − β₁′^t′)/(1 − β₁ᵗ) times its own. That is 1 once m has
-    forgotten its zero, and before that it matters most where β₁ does not follow the batch size at all.
+    Torch debiases by 1 − βᵗ, as if all t updates had used the β of the last. With t′ = t·ln β₂/ln β₂′ in the place of t
+    the factor of v stays 1 − β₂ᵗ. The same t′ is right for m only if both betas scale exponentially, so m is multiplied
+    by (1 − β₁′^t′)/(1 − β₁ᵗ). This is 1 once m has forgotten its start; before that it matters most where β₁ does not
+    follow the batch size.
     """
     group = adam.param_groups[0]
     old, group["betas"] = group["betas"], betas
-    for state in adam.state.values():  # in place: torch's step is a float, and takes fractions
+    for state in adam.state.values():  # in place; torch's step is a float and may be a fraction
         t = state["step"].item()
         equal = t * math.log(old[1]) / math.log(betas[1])
         state["step"].fill_(equal)
@@ -151,7 +151,7 @@ def change_betas(adam: torch.optim.Optimizer, betas: tuple[float, float]) -> Non
 class TrainingStep:
     """One update on buffers that stay where they are: take the next samples, forward, backward, step.
 
-    All that changes from update to update is on the device, so that a CUDA graph of one call makes any of them.
+    Everything that changes between updates is on the device, so that one CUDA graph can make any of them.
     """
 
     def __init__(
@@ -201,11 +201,11 @@ class TrainingStep:
 
 
 def captured(update: TrainingStep, prepare: Callable[[int], None], start: int) -> Callable[[], Any]:
-    """Return the update as a CUDA graph, with the first three made: two as they are, one by the graph.
+    """Make three updates, two directly and one by a CUDA graph, and return the graph's replay.
 
     Args:
         update: what is captured.
-        prepare: called before each of the three with the sample it begins with, to set what the host has to.
+        prepare: called before each of the three with its first sample; it sets what the host must set.
         start: the sample that the first begins with.
     """
     inner, made = update.optimizer.inner, itertools.count(start, update.batch)
@@ -219,7 +219,7 @@ def captured(update: TrainingStep, prepare: Callable[[int], None], start: int) -
     with aside(update.source.device) as stream:
         work()
         work()
-    prepare(next(made))  # launches, where it sets a rate on the device: not a part of the graph
+    prepare(next(made))  # not in the graph: it launches a kernel where the rate is on the device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         update()
