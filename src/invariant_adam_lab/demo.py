@@ -159,11 +159,7 @@ def build_model(seed: int) -> nn.Module:
 
 
 def train(
-    settings: Settings,
-    optimizer: str,
-    batch: int,
-    data: Digits,
-    on_epoch: Callable[[], None] = lambda: None,
+    settings: Settings, optimizer: str, batch: int, data: Digits, on_epoch: Callable[[], None] = lambda: None
 ) -> DemoRun:
     """Train one model at one batch size; `on_epoch` is called after each epoch."""
     began = time.perf_counter()

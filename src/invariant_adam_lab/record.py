@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 import invariant_adam
-from invariant_adam import __version__
 
 
 def provenance() -> dict[str, Any]:
     """Return the machine, the versions and the date that a result was measured with."""
     return {
-        "invariant_adam": __version__,
+        "invariant_adam": invariant_adam.__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -65,20 +64,24 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def version(package: str) -> str | None:
+    """Return the version of a package, or None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the device and the versions, which all rows of one benchmark file must share."""
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = None
     found: dict[str, Any] = {"device": _device_name(device)}
     if device.type == "cpu":
         found["threads"] = torch.get_num_threads()
     return found | {
         "torch": str(torch.__version__),
-        "triton": triton,
+        "triton": version("triton"),
         "python": platform.python_version(),
-        "invariant_adam": __version__,
+        "invariant_adam": invariant_adam.__version__,
     }
 
 

@@ -28,10 +28,7 @@ FIT = DELTAS[5:]  # the tail 2⁻⁶ … 2⁻¹²: larger steps still show the n
 THRESHOLD = 0.9
 
 Algorithm = Callable[[State, Sequence[Gradient], Hyperparameters], State]
-ALGORITHMS: dict[str, Algorithm] = {
-    "invariant": reference.invariant_adam,
-    "standard": reference.standard_adam,
-}
+ALGORITHMS: dict[str, Algorithm] = {"invariant": reference.invariant_adam, "standard": reference.standard_adam}
 THEOREMS = {
     "SGD": "the warm-up: κ small SGD steps against one with κ times the learning rate",
     "Theorem 1": "without debiasing (the limit of a long run): κ updates of Micro Adam against one",
@@ -113,9 +110,7 @@ def problem(kappa: int, seed: int) -> tuple[State, list[Gradient]]:
 
     warm_up = [micro_batch() for _ in range(20)]  # so that m and v are what training makes of them
     state = reference.micro_adam(
-        reference.start(0.5 * randn(41)),
-        warm_up,
-        Hyperparameters(lr=0.02, betas=(0.9, 0.95), weight_decay=0.0),
+        reference.start(0.5 * randn(41)), warm_up, Hyperparameters(lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)
     )
     return state, [micro_batch() for _ in range(kappa)]
 
@@ -127,12 +122,7 @@ def _step_sizes(kappa: int, delta: float) -> Hyperparameters:
 
 
 def _adam_differences(
-    algorithm: Algorithm,
-    start: State,
-    grads: Sequence[Gradient],
-    delta: float,
-    theorem: str,
-    rule: str,
+    algorithm: Algorithm, start: State, grads: Sequence[Gradient], delta: float, theorem: str, rule: str
 ) -> dict[str, float]:
     kappa = len(grads)
     micro = _step_sizes(kappa, delta)

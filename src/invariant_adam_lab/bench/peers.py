@@ -8,16 +8,14 @@ squares are compared with the loop's; a method that misses parameters or differs
 from __future__ import annotations
 
 import gc
+import itertools
 import platform
-import random
-import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from invariant_adam.one_pass import one_pass
+
+from ..record import version
+from . import timing
 
 NETS = ("mlp", "cnn", "gpt")
 METHODS = ("plain", "loop", "backpack", "opacus", "vmap", "ours")
@@ -72,7 +73,7 @@ class SmallGPT(nn.Module):
 
 
 def build(net: str) -> tuple[nn.Module, Tensor, Tensor, int]:
-    """The model, inputs, targets and rows per sample."""
+    """Return the model, inputs, targets and rows per sample."""
     torch.manual_seed(0)
     if net == "mlp":
         model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -161,16 +162,14 @@ def prepare(method: str, net: str, M: int, check: bool = True) -> Callable[[], P
 
     extended = nn.ModuleList([extend(model)])[0]
     criterion = extend(nn.CrossEntropyLoss())
-    rows = B * (y.numel() // B)
 
     def packed() -> Pairs:
         model.zero_grad()
         out = extended(x)
         with backpack(SumGradSquared()):
             criterion(out.reshape(-1, out.shape[-1]), y.reshape(-1)).backward()
-        scale = B if rows == B else B * B / B
         return {
-            n: (p.grad, p.sum_grad_squared * scale)
+            n: (p.grad, p.sum_grad_squared * B)
             for n, p in zip(names, params, strict=True)
             if hasattr(p, "sum_grad_squared")
         }
@@ -179,7 +178,7 @@ def prepare(method: str, net: str, M: int, check: bool = True) -> Callable[[], P
 
 
 def disagreement(got: Pairs | None, want: Pairs) -> tuple[float, int]:
-    """The largest relative error over parameters, and how many are missing."""
+    """Return the largest relative error over parameters, and how many are missing."""
     if got is None:
         return float("nan"), 0
     worst = 0.0
@@ -191,7 +190,7 @@ def disagreement(got: Pairs | None, want: Pairs) -> tuple[float, int]:
 
 
 def peak(net: str, method: str, M: int) -> float:
-    """Growth of the peak resident size over one call, in MB; for a fresh process."""
+    """Return the growth of the peak resident size over one call, in MB; for a fresh process."""
     run = prepare(method, net, M, check=False)
     assert run is not None
     model, x, y, _ = build(net)
@@ -212,102 +211,69 @@ def peak(net: str, method: str, M: int) -> float:
 
 
 def run(
-    rounds: int = 11,
-    memory: bool = True,
-    nets: tuple[str, ...] = NETS,
-    tell: Callable[[str], None] = print,
+    rounds: int = 11, memory: bool = True, nets: tuple[str, ...] = NETS, tell: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Measure all cells and return them as JSON holds them; `tell` is told of each when it is done."""
     torch.set_num_threads(2)
-    cells = []
-    for net in nets:
-        rows = build(net)[3]
-        for M in MICRO:
-            steps = {}
-            want = prepare("loop", net, M)()  # type: ignore[misc]
-            assert want is not None
+    cells: list[dict[str, Any]] = []
+    for net, M in itertools.product(nets, MICRO):
+        want = prepare("loop", net, M)()  # type: ignore[misc]
+        assert want is not None
+        steps: dict[str, Callable[[], Any]] = {}
+        checked: dict[str, tuple[float, float, int]] = {}  # the first call's seconds, the largest error, missing
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             for method in METHODS:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    try:
-                        step = prepare(method, net, M)
-                        first = time.perf_counter()
-                        result = None if step is None else step()
-                        first = time.perf_counter() - first
-                    except Exception as error:
-                        cells.append(
-                            {
-                                "net": net,
-                                "M": M,
-                                "method": method,
-                                "error": f"{type(error).__name__}: {error}"[:200],
-                            }
-                        )
+                try:
+                    step = prepare(method, net, M)
+                    if step is None:
                         continue
-                if step is None:
+                    start = time.perf_counter()
+                    result = step()
+                    seconds = time.perf_counter() - start
+                except Exception as error:
+                    failed = f"{type(error).__name__}: {error}"[:200]
+                    cells.append({"net": net, "M": M, "method": method, "error": failed})
                     continue
-                wrong, missing = disagreement(result, want)
+                steps[method], checked[method] = step, (seconds, *disagreement(result, want))
                 del result
-                steps[method] = (step, wrong, missing, first)
-            times: dict[str, list[float]] = {m: [] for m in steps}
-            shuffle = random.Random(0)
-            for _ in range(rounds):
-                # In another order each round, because a method that frees a gigabyte slows the next one.
-                for method in shuffle.sample(list(steps), len(steps)):
-                    step = steps[method][0]
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        start = time.perf_counter()
-                        step()
-                    times[method].append(time.perf_counter() - start)
-            for method, (_, wrong, missing, first) in steps.items():
-                cell = {
-                    "net": net,
-                    "M": M,
-                    "rows_per_group": M * rows,
-                    "method": method,
-                    "ms": 1e3 * statistics.median(times[method]),
-                    "ratio": statistics.median(times[method]) / statistics.median(times["plain"]),
-                    "best_ms": 1e3 * min(times[method]),
-                    "best_ratio": min(times[method]) / min(times["plain"]),
-                    "rounds": rounds,
-                    "first_call_ms": 1e3 * first,
-                    "error": None if method == "plain" else wrong,
-                    "missing": missing,
-                    "exact": method != "plain" and missing == 0 and wrong < 1e-3,
-                }
-                if memory:
-                    cell["peak_mb"] = _fresh(net, method, M)
-                cells.append(cell)
-                tell(_line(cell))
+            # In another order each round, because a method that frees a gigabyte slows the next one.
+            taken = timing.interleaved(steps, torch.device("cpu"), rounds, warmup=0)
+        for method, (seconds, wrong, missing) in checked.items():
+            own, plain = taken[method], taken["plain"]
+            cell = {
+                "net": net,
+                "M": M,
+                "rows_per_group": M * build(net)[3],
+                "method": method,
+                "ms": own.ms,
+                "ratio": own.ms / plain.ms,
+                "best_ms": own.best_ms,
+                "best_ratio": own.best_ms / plain.best_ms,
+                "rounds": rounds,
+                "first_call_ms": 1e3 * seconds,
+                "error": None if method == "plain" else wrong,
+                "missing": missing,
+                "exact": method != "plain" and missing == 0 and wrong < 1e-3,
+            }
+            if memory:
+                cell["peak_mb"] = _fresh(net, method, M)
+            cells.append(cell)
+            tell(_line(cell))
     return {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-        },
+        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "versions": {
             "python": platform.python_version(),
-            **{p: _version(p) for p in ("torch", "backpack-for-pytorch", "opacus")},
+            **{p: version(p) for p in ("torch", "backpack-for-pytorch", "opacus")},
         },
         "date": datetime.now(timezone.utc).date().isoformat(),
         "cells": cells,
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _fresh(net: str, method: str, M: int) -> float | None:
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__, net, method, str(M)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", "-m", __name__, net, method, str(M)]
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
     return float(out.stdout.split()[-1]) if out.returncode == 0 else None
 
 
@@ -325,10 +291,7 @@ def table(record: dict[str, Any]) -> str:
     """The record as a Markdown table: ratio to plain / growth of the peak in MB."""
     nets = list(dict.fromkeys(c["net"] for c in record["cells"]))
     columns = [(n, M) for n in nets for M in MICRO]
-    lines = [
-        "| | " + " | ".join(f"{n} M={M}" for n, M in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
+    lines = ["| | " + " | ".join(f"{n} M={M}" for n, M in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for method in METHODS:
         row = []
         for n, M in columns:

@@ -131,8 +131,7 @@ def measure(todo: list[Job], rows: Rows, *, device: str, rounds: int, tell: Tell
             passes = _kernels(sizes, where)
             if where.type == "cuda":  # the device's own time, because in training the host runs ahead
                 # The copy is left out: a graph gives it to the copy engines, which are slower than a kernel.
-                captured = {each: timing.captured(f) for each, f in passes.items() if each != "copy"}
-                passes |= captured
+                passes |= {each: timing.captured(f) for each, f in passes.items() if each != "copy"}
             taken = timing.interleaved(passes, where, rounds, warmup=2, round_ms=round_ms)
         else:
             assert kappa is not None
@@ -187,14 +186,11 @@ def _kernels(sizes: list[int], device: torch.device) -> dict[str, timing.Work]:
             maximize=False,
         )  # fmt: skip
 
-    work: dict[str, timing.Work] = {"copy": lambda: target.copy_(source), "fold": fold, "step": step}
-    work |= {"fold+step": both, "adamw": adamw}
-
     def fused() -> None:
         kernels.fold_step(w, g, None, m, v, keep=keep, gain=gain, count=count, size=size, eps=eps, decay=0.9999)
 
-    work["fold_step"] = fused
-    return work
+    whole = {"fold+step": both, "adamw": adamw, "fold_step": fused}
+    return {"copy": lambda: target.copy_(source), "fold": fold, "step": step, **whole}
 
 
 def _updates(work: str, sizes: list[int], kappa: int, device: torch.device) -> dict[str, timing.Work]:

@@ -82,12 +82,7 @@ def clock(work: Work, device: torch.device, calls: int = 1) -> float:
 
 
 def interleaved(
-    work: Mapping[str, Work],
-    device: torch.device,
-    rounds: int,
-    *,
-    warmup: int = 1,
-    round_ms: float = 0.0,
+    work: Mapping[str, Work], device: torch.device, rounds: int, *, warmup: int = 1, round_ms: float = 0.0
 ) -> dict[str, Taken]:
     """Time each piece of work once per round, in another order each round, so that all see the same machine.
 

@@ -28,8 +28,7 @@ class Dataset(str, enum.Enum):
 def data(
     name: Annotated[Dataset, typer.Argument(help="Which dataset.")],
     path: Annotated[
-        Path | None,
-        typer.Option(help="Where it is: the archive, the text, or a folder with the files."),
+        Path | None, typer.Option(help="Where it is: the archive, the text, or a folder with the files.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -100,10 +100,7 @@ Workers = Annotated[int, typer.Option(min=1, metavar="N", help="Processes.", ric
 Lanes = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        metavar="N",
-        help="Runs at once in a process; by default 4 on a GPU, 1 elsewhere.",
-        rich_help_panel=HOW,
+        min=1, metavar="N", help="Runs at once in a process; by default 4 on a GPU, 1 elsewhere.", rich_help_panel=HOW
     ),
 ]
 Shard = Annotated[

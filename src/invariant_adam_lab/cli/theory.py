@@ -105,10 +105,7 @@ def scale(
     from_batch: Annotated[int, typer.Option("--from", help="Batch size it was tuned at, in samples.")],
     to_batch: Annotated[int, typer.Option("--to", help="Batch size to train at, in samples.")],
     micro_batch: Annotated[int, typer.Option(help="Samples whose gradient is squared; must divide --to.")],
-    betas: Annotated[tuple[float, float], typer.Option(help="EMA coefficients per update, as tuned.")] = (
-        0.9,
-        0.999,
-    ),
+    betas: Annotated[tuple[float, float], typer.Option(help="EMA coefficients per update, as tuned.")] = (0.9, 0.999),
     weight_decay: Annotated[float, typer.Option(help="Decoupled weight decay, as tuned.")] = 0.0,
     rule: Annotated[
         RuleName, typer.Option(help="Scaling rule; square_root is for standard Adam.")
@@ -123,13 +120,7 @@ def scale(
 
     try:
         result = plan(
-            lr,
-            betas,
-            weight_decay,
-            tuned_batch=from_batch,
-            batch=to_batch,
-            micro_batch=micro_batch,
-            rule=rule.value,
+            lr, betas, weight_decay, tuned_batch=from_batch, batch=to_batch, micro_batch=micro_batch, rule=rule.value
         )
     except ValueError as error:
         fail(error)
@@ -151,18 +142,9 @@ def _print_plan(p: Plan) -> None:
     for name in p.others:
         table.add_column(name, justify="right", style="dim")
     columns: list[Hyperparameters | str] = [p.tuned, p.scaled, *p.others.values()]
-
-    def row(name: str, number: int) -> None:
-        cells = []
-        for h in columns:
-            if isinstance(h, str):
-                cells.append("not valid")
-            else:
-                cells.append(f"{(h.lr, *h.betas, h.weight_decay)[number]:.6g}")
-        table.add_row(name, *cells)
-
-    for number, name in enumerate(("learning rate", "β₁", "β₂", "weight decay")):
-        row(name, number)
+    for i, name in enumerate(("learning rate", "β₁", "β₂", "weight decay")):
+        numbers = [None if isinstance(h, str) else (h.lr, *h.betas, h.weight_decay)[i] for h in columns]
+        table.add_row(name, *("not valid" if number is None else f"{number:.6g}" for number in numbers))
     stdout.print(table)
     lives = new_table()
     lives.add_column("half-life")

