@@ -70,7 +70,7 @@ class Wire:
         return sum(self.sent.values())
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -85,7 +85,10 @@ class Net(nn.Module):
 
     def __init__(self, width=70, depth=3):
         super().__init__()
-        self.tokens, self.blocks = nn.Embedding(VOCAB, width), nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.tokens, self.blocks = (
+            nn.Embedding(VOCAB, width),
+            nn.Sequential(*(ResidualBlock(width) for _ in range(depth))),
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB)
         nn.init.normal_(self.tokens.weight, std=0.2)  # as small as the others, so that rounding them is
 
@@ -94,7 +97,7 @@ class Net(nn.Module):
 
 
 def build(network="net"):
-    from invariant_adam.lab.models import GPT
+    from invariant_adam_lab.models import GPT
 
     torch.manual_seed(0)
     return Net() if network == "net" else GPT(VOCAB, CONTEXT, width=36, depth=2, heads=4)
@@ -301,7 +304,7 @@ def rank_main(rank, world, store, result):
 def gloo(path):
     import torch.multiprocessing as mp
 
-    from invariant_adam.lab import record
+    from invariant_adam_lab import record
 
     rows, effects, others = [], [], []
     torch.set_num_threads(1)
@@ -370,8 +373,8 @@ def check_one_pass(model, micro, ids, targets):
 def timed_update(mode, method, name, device, ids, targets):
     """An update of a model of its own, in bfloat16, as a function without arguments."""
     import invariant_adam as ia
-    from invariant_adam.lab.models import GPT
-    from invariant_adam.lab.models import build as network
+    from invariant_adam_lab.models import GPT
+    from invariant_adam_lab.models import build as network
 
     torch.manual_seed(0)
     with device:
@@ -451,7 +454,8 @@ def exact_run(mode, how, device, alone):
 
 def nccl(path, name, batch, rounds, device):
     """One rank: exactness in every mode, then the time of an update over AdamW's in the same wrapper."""
-    from invariant_adam.lab import record, timing
+    from invariant_adam_lab import record
+    from invariant_adam_lab.bench import timing
 
     start = time.perf_counter()
     gpu = device.type == "cuda"

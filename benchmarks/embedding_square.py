@@ -13,7 +13,7 @@ import torch
 
 from invariant_adam.kernels import embedding_square as plain
 from invariant_adam.kernels import embedding_square_triton as fused
-from invariant_adam.lab import timing
+from invariant_adam_lab.bench import timing
 
 KAPPA, PLACES, ROWS, WIDTH = 32, 1024, 50304, 768
 

@@ -221,7 +221,7 @@ def torchrun(ranks, *options):
     return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
 
 
-class Run:
+class ExampleRun:
     """A run of the example in a folder of its own: its command, its ledger, its log."""
 
     def __init__(self, folder, arguments, *, faults=(), holds=(), seconds=600):
@@ -296,10 +296,10 @@ def kills(args, folder):
         after = round(2400 * (i + dice.random()) / (args.kills + 1))
         moment = {"calls": dice.randrange(calls), "delay": dice.random() * delay}
         faults.append({"kind": kind, "rank": rank, "after": after, **moment})
-    alone = Run(folder / "alone", arguments)
+    alone = ExampleRun(folder / "alone", arguments)
     with alone.launch(*torchrun(args.ranks, "--standalone")) as process:
         alone.finish(process)
-    run = Run(folder / "killed", arguments, faults=faults)
+    run = ExampleRun(folder / "killed", arguments, faults=faults)
     with run.launch(*torchrun(args.ranks, "--standalone", f"--max-restarts={args.kills}")) as process:
         run.finish(process)
     rows, saved = [], 0
@@ -317,11 +317,11 @@ def kills(args, folder):
 def elastic(args, folder):
     """Lose a node of two ranks and gain one of one, under one rendezvous; compare with one process left alone."""
     arguments = small(args.mode, "--samples", "1200", "--every", "60", *args.rest)
-    alone = Run(folder / "alone", [*arguments, "--mode", "single"])
+    alone = ExampleRun(folder / "alone", [*arguments, "--mode", "single"])
     with alone.launch() as process:
         alone.finish(process)
     holds = [{"world": 4, "samples": 300}, {"world": 2, "samples": 700}]
-    run = Run(folder / "elastic", [*arguments, "--mode", args.mode], holds=holds)
+    run = ExampleRun(folder / "elastic", [*arguments, "--mode", args.mode], holds=holds)
     # The store of the rendezvous lives here, so that any node may go.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     options = (
@@ -354,7 +354,7 @@ def silence(args, folder):
             args.mode, "--mode", args.mode, "--samples", "2400", "--timeout", str(args.timeout), *args.rest
         )
         fault = {"kind": "reduction", "rank": 1, "after": 200, "calls": 1, "delay": 0.0, "signal": sent}
-        run = Run(folder / name, arguments, faults=[fault], seconds=120 + args.timeout)
+        run = ExampleRun(folder / name, arguments, faults=[fault], seconds=120 + args.timeout)
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         with ExitStack() as ranks:
             processes = []
@@ -390,7 +390,7 @@ def main():
     parser.add_argument("--keep", type=Path, help="a folder for the logs and checkpoints, which are dropped otherwise")
     args, args.rest = parser.parse_known_args()
 
-    from invariant_adam.lab import record
+    from invariant_adam_lab import record
 
     with tempfile.TemporaryDirectory() as scratch:
         result = {"kills": kills, "elastic": elastic, "silence": silence}[args.what](args, args.keep or Path(scratch))

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from invariant_adam.kernels.gemm_square_triton import candidates, choose, gemm_square
-from invariant_adam.lab import record, timing
+from invariant_adam_lab import record
+from invariant_adam_lab.bench import timing
 
 # rows in all, rows per group, o, i
 SHAPES = [

@@ -7,10 +7,11 @@ import math
 import statistics
 from pathlib import Path
 
-from invariant_adam.lab import measures, record
-from invariant_adam.lab import results as lab
-from invariant_adam.lab.measures import ratio
-from invariant_adam.lab.results import MODELS, rate
+from invariant_adam_lab import record
+from invariant_adam_lab.results import curves as lab
+from invariant_adam_lab.results import measures
+from invariant_adam_lab.results.curves import MODELS, rate
+from invariant_adam_lab.results.measures import ratio
 
 FIGURES = Path("docs/figures/lab")
 SECONDS = Path("benchmarks/results/lab_seconds_h200.json")

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import torch
 
-from invariant_adam.lab import data, record, timing, train
-from invariant_adam.lab.runs import TASKS, Run
-from invariant_adam.lab.source import load
-from invariant_adam.lab.updates import FIRST
+from invariant_adam_lab import record
+from invariant_adam_lab.bench import timing
+from invariant_adam_lab.training import data, train
+from invariant_adam_lab.training.runs import RECIPES, Run
+from invariant_adam_lab.training.source import load
+from invariant_adam_lab.training.updates import FIRST
 
 WAYS = {"loop": {"engine": "loop", "graphs": False}, "lab": {"engine": "one-pass", "graphs": True}}
 RULES = {"invariant": "linear", "standard": "square_root"}
@@ -35,7 +37,7 @@ def part_of(found, share):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--models", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--epochs", type=int, default=3, help="of each run; the first is not counted")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small models: to try this script")
@@ -44,10 +46,10 @@ def main():
     device = torch.device(args.device)
     rows = record.Rows(args.out, "python benchmarks/lab_seconds.py", "seconds per epoch of the lab's runs", device)
     for model in args.models:
-        task = TASKS[model]
-        whole = (data.cifar10 if task.dataset == "cifar10" else data.tinyshakespeare)()[0]
+        recipe = RECIPES[model]
+        whole = (data.cifar10 if recipe.dataset == "cifar10" else data.tinyshakespeare)()[0]
         source = load(model, device, small=args.small, found=part_of(whole, 0.1))
-        largest, M = task.batch_sizes[-1], task.micro_batch_size
+        largest, M = recipe.batch_sizes[-1], recipe.micro_batch_size
         total = source.count // largest * largest
         samples = max(source.count // 10 // largest, 2 * FIRST) * largest
         for batch in (M, largest):

@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from invariant_adam.lab import cost
+from invariant_adam_lab.grids import cost
 
 ROOT = Path(__file__).parents[1]
 DEMOS = {
@@ -284,7 +284,7 @@ def by_model(rows):
 
 
 def peers_rows():
-    from invariant_adam.lab.bench_peers import table
+    from invariant_adam_lab.bench.peers import table
 
     yield table(load("peers_cpu"))
 

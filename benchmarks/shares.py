@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from invariant_adam.lab import bench_one_pass as bench
-from invariant_adam.lab import record, timing
+from invariant_adam_lab import record
+from invariant_adam_lab.bench import one_pass as bench
+from invariant_adam_lab.bench import timing
 
 PARTS = {
     "squares of products": ("_gemm_square", "_conv_square", "_depthwise_sums", "_pack", "_deliver", "_leave"),
@@ -71,7 +72,7 @@ def main():
     with timing.fast_math(), timing.many_graphs():
         for case in bench.cases(args.models, **options):
             for method in args.methods:
-                update = bench.Update(case, method)
+                update = bench.CaseStep(case, method)
                 for _ in range(4):
                     update()
                 ms = min(timing.clock(update, device, 5) for _ in range(3))

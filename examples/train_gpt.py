@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import invariant_adam as ia
 from invariant_adam.distributed import load_latest, prepare, save
-from invariant_adam.lab.models import GPT
+from invariant_adam_lab.models import GPT
 
 
 def arguments():

@@ -32,6 +32,6 @@ def device(request):
 @pytest.fixture
 def setup(tmp_path):
     """How a small grid of the lab is run, into a folder of its own."""
-    from invariant_adam.lab.store import Setup
+    from invariant_adam_lab.grids.store import Setup
 
     return Setup(tmp_path, "vit-curves-smoke-e1-n40", "cpu", "made-up", small=True)

@@ -15,9 +15,9 @@ from test_one_pass_rules import loss as mean_loss
 from torch import Tensor, nn
 
 import invariant_adam as ia
-from invariant_adam.lab import models
 from invariant_adam.one_pass.groups import UnsupportedUse
 from invariant_adam.one_pass.tracing import Tuples
+from invariant_adam_lab import models
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
 M, KAPPA = 2, 4

@@ -1,24 +1,6 @@
-"""`python -m invariant_adam`, and the `invariant-adam` script."""
+"""`python -m invariant_adam` is the lab's command line: no other module of the library names the lab."""
 
-from __future__ import annotations
-
-import sys
-
-LAB = ("matplotlib", "numpy", "rich", "typer")  # what the extra `lab` brings
-
-
-def main() -> None:
-    """Run the command line, or say in one line which extra it needs."""
-    try:
-        from .cli import app
-
-        app(prog_name="invariant-adam")
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in LAB:
-            raise
-        sys.exit(f'invariant-adam: the command line needs {missing}; install it: pip install "invariant-adam[lab]"')
-
+from invariant_adam_lab.__main__ import main
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,47 @@
+"""The `invariant-adam` command: arguments in, tables out. The work is done in the modules beside."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from invariant_adam import __version__
+
+from . import bench, demo, experiments, reproduce, theory
+from .console import stdout
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+commands = (theory.verify, theory.scale, demo.demo, experiments.data, experiments.figures, reproduce.reproduce)
+for command in commands:  # in the order of the help text
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        stdout.print(f"invariant-adam {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def invariant_adam(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Batch size invariant Adam: tune once, train at any batch size.
+
+    [bold]See it[/bold], in about a minute: [cyan]invariant-adam demo[/cyan]
+
+    [bold]Check the theory[/bold]: [cyan]invariant-adam verify[/cyan]
+
+    [bold]Move a run to another batch size[/bold]:
+    [cyan]invariant-adam scale --lr 3e-4 --betas 0.9 0.95 --from 512 --to 4096 --micro-batch 32[/cyan]
+    """

@@ -1,0 +1,289 @@
+"""The commands `bench ...`: speed and memory on this machine."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from .console import fail, fail_to_write, new_table, print_json, stderr, stdout, stop
+from .options import InPrecision, Json, Precision, Where, device_of, precision_of, words
+
+if TYPE_CHECKING:
+    from ..bench.one_pass import Case
+    from ..record import Rows
+
+app = typer.Typer(no_args_is_help=True, help="Measure speed and memory on this machine.")
+Out = Annotated[Path | None, typer.Option(help="Where the rows go; those it has already are not measured again.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each is timed; the median counts.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="A model's name; may be repeated.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples in the mini-batch; by default the model's own.")]
+MicroBatches = Annotated[
+    list[int] | None, typer.Option("--micro-batch", min=1, help="Samples in a micro-batch; may be repeated.")
+]
+Compiled = Annotated[bool | None, typer.Option("--compile/--eager", help="By default compiled on a GPU.")]
+Graph = Annotated[bool, typer.Option("--graph", help="Capture each update, plain ones too, in a CUDA graph.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change the model: depth=2, tied=true; may be repeated."),
+]
+
+
+@app.command("one-pass")
+def bench_one_pass(
+    model: Models = None,
+    batch: Batch = None,
+    micro_batch: MicroBatches = None,
+    methods: Annotated[
+        str, typer.Option(help="Some of plain, accumulate, loop, one-pass, into, with commas.")
+    ] = "plain,loop,one-pass,into",
+    compiled: Compiled = None,
+    graph: Graph = False,
+    precision: InPrecision = None,
+    options: Sets = None,
+    device: Where = None,
+    rounds: Rounds = 10,
+    out: Out = None,
+    together: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many such commands were started at once with one --out: they compile side by side, wait for "
+            "each other, and time in turn.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a training step of each method over one plain pass with fused AdamW.
+
+    Forward, backward and optimizer on random data; the methods alternate with plain passes. Each row is written when
+    it is measured: stopped and started again, the command goes on where it was.
+
+    Models: gpt2-124m, gpt2-350m, gpt-char, vit-b16, vit-cifar, resnet18 (for 32×32), resnet18-224, resnet50.
+
+    Example: [cyan]invariant-adam bench one-pass --model gpt2-124m --micro-batch 1 --micro-batch 4 --compile[/cyan]
+    """
+    from ..bench import one_pass as bench
+    from ..bench.timing import Turn
+
+    where = device_of(device)
+    try:
+        chosen = bench.check_methods(words(methods))
+        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where, graph)
+        if together and out is None:
+            raise ValueError("--together needs the --out that the commands share")
+        if together and len({case.model for case in wanted}) > 1:
+            raise ValueError("--together is for commands of one --model each: a second would be compiled during timing")
+    except ValueError as error:
+        fail(error)
+    turn = Turn(out.with_suffix(".turns"), together) if together and out else None
+    rows = _rows(out, "one-pass", where, "a training step over one plain pass with torch.optim.AdamW(fused=True)")
+    todo = bench.jobs(wanted, chosen, rows)
+    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, rounds=rounds, tell=tell, turn=turn), bench, as_json)
+
+
+@app.command("step")
+def bench_step(
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(help="A model's name, or a number of tensors times their size, as 100x1e7; may be repeated."),
+    ] = None,
+    work: Annotated[
+        str | None, typer.Option(help="Some of kernels, alone, handed, net, with commas; by default all on the CPU.")
+    ] = None,
+    kappa: Annotated[list[int] | None, typer.Option(min=1, help="Micro-batches in an update; may be repeated.")] = None,
+    device: Where = None,
+    rounds: Rounds = 15,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time the optimizer alone: folding and stepping over fused AdamW and over a copy.
+
+    By default on a GPU GPT-2 124M's 148 tensors and 10⁹ parameters in 100, one micro-batch per update; on the CPU 10⁷
+    parameters in 100 tensors, 1, 4 and 16 micro-batches.
+
+    Example: [cyan]invariant-adam bench step --tensors resnet50 --kappa 8[/cyan]
+    """
+    from ..bench import step as bench
+
+    where = device_of(device)
+    gpu = where == "cuda"
+    names = tensors or (["gpt2-124m", "100x1e7"] if gpu else ["100x99856"])
+    works = words(work or ("kernels,alone" if gpu else "kernels,alone,handed,net"))
+    try:
+        bench.check(names, works)
+    except ValueError as error:
+        fail(error)
+    rows = _rows(out, "step", where, "fold and step over torch.optim.AdamW(fused=True)")
+    todo = bench.jobs(names, works, kappa or ([1] if gpu else [1, 4, 16]), rows)
+    number = bench.number_of_rows(todo)
+    _bench(rows, number, lambda tell: bench.measure(todo, rows, device=where, rounds=rounds, tell=tell), bench, as_json)
+
+
+@app.command("memory")
+def bench_memory(
+    model: Models = None,
+    batch: Batch = None,
+    micro_batch: MicroBatches = None,
+    methods: Annotated[
+        str, typer.Option(help="Some of plain, accumulate, loop, one-pass, into, with commas.")
+    ] = "plain,accumulate,loop,one-pass,into",
+    compiled: Compiled = False,
+    precision: InPrecision = None,
+    options: Sets = None,
+    device: Where = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Count the bytes of an update by each method: state and gradients, and everything at the peak.
+
+    "plain" is AdamW over the whole mini-batch, "accumulate" AdamW over a loop of micro-batches.
+
+    Example: [cyan]invariant-adam bench memory --model gpt-char --batch 8[/cyan]
+    """
+    from ..bench import memory as bench
+    from ..bench.one_pass import check_methods, jobs
+
+    where = device_of(device)
+    try:
+        chosen = check_methods(words(methods))
+        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where)
+    except ValueError as error:
+        fail(error)
+    rows = _rows(out, "memory", where, "memory of an update")
+    todo = jobs(wanted, chosen, rows)
+    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, tell=tell), bench, as_json)
+
+
+@app.command("peers")
+def bench_peers(
+    rounds: Rounds = 11,
+    nets: Annotated[str, typer.Option(help="Which nets, with commas.")] = "mlp,cnn,gpt",
+    memory: Annotated[bool, typer.Option(help="Also measure peak memory, each cell in a fresh process.")] = True,
+    out: Annotated[Path, typer.Option(help="Where the result goes.")] = Path("runs/bench/peers-cpu.json"),
+    as_json: Json = False,
+) -> None:
+    """Compare one pass with the loop, BackPACK, Opacus and vmap(grad) on the CPU.
+
+    Three small nets, M = 1, 4, 16: time over a plain forward and backward, growth of the peak memory, and whether the
+    squares equal the loop's. Rivals that are not installed are left out.
+
+    Example: [cyan]invariant-adam bench peers --nets mlp --rounds 5[/cyan]
+    """
+    from .. import record
+    from ..bench import peers as bench
+
+    chosen = tuple(words(nets))
+    if not chosen or not set(chosen) <= set(bench.NETS):
+        fail(f"--nets must be some of {', '.join(bench.NETS)}, got {nets!r}")
+
+    def tell(line: str) -> None:
+        stderr.print(line, markup=False)
+
+    try:
+        result = bench.run(rounds, memory, chosen, tell)
+        record.write_json(out, result)
+    except KeyboardInterrupt:
+        stop("; nothing was written.")
+    except OSError as error:
+        fail_to_write(out, error, "file")
+    if as_json:
+        print_json(result)
+        return
+    stdout.print(bench.table(result), markup=False, soft_wrap=True)
+    stdout.print(f"wrote {out}")
+
+
+def _cases(
+    models: list[str] | None,
+    batch: int | None,
+    micro_batches: list[int] | None,
+    compiled: bool | None,
+    precision: Precision | None,
+    options: list[str] | None,
+    device: str,
+    graph: bool = False,
+) -> list[Case]:
+    from ..bench.one_pass import USUAL, cases
+
+    gpu = device == "cuda"
+    return cases(
+        models or USUAL[device],
+        batch=batch,
+        micro_batches=micro_batches,
+        device=device,
+        precision=precision_of(precision, device),
+        compiled=gpu if compiled is None else compiled,
+        options=dict(_option(text) for text in options or ()),
+        graph=graph,
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE: a number, numbers with commas, true, false or a word."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier() or not value:
+        raise ValueError(f"--set takes KEY=VALUE, such as depth=2, got {text!r}")
+    if value in ("true", "false"):
+        return key, value == "true"
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def _rows(out: Path | None, command: str, device: str, benchmark: str) -> Rows:
+    import torch
+
+    from ..record import Rows
+
+    try:
+        path = out or Path(f"runs/bench/{command}-{device}.json")
+        return Rows(path, f"invariant-adam bench {command}", benchmark, torch.device(device))
+    except ValueError as error:
+        fail(error)
+
+
+def _bench(
+    rows: Rows,
+    work: int,
+    measure: Callable[[Callable[[str], None]], Iterator[dict[str, Any]]],
+    bench: ModuleType,
+    as_json: bool,
+) -> NoReturn:
+    """Measure with a progress bar, print all rows of the file; exit code 1 when a new one is an error."""
+    kept, failed = len(rows.rows), 0
+    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), console=stderr)
+    try:
+        with bar:
+            task = bar.add_task("", total=work)
+            for row in measure(lambda text: bar.update(task, description=text)):
+                failed += "error" in row
+                text = row.get("error") or "  ".join(bench.cells(row))
+                bar.console.print(f"{bench.title(row)}: {text}", markup=False, soft_wrap=True)
+                bar.advance(task)
+    except KeyboardInterrupt:
+        stop(f". {len(rows.rows)} rows are in {rows.path}; the same command goes on from there.")
+    except OSError as error:
+        fail_to_write(rows.path, error, "file")
+    if as_json:
+        print_json(rows.result())
+    else:
+        stdout.print(f"[bold]{rows.head['benchmark']}[/bold], {rows.head['device']}", soft_wrap=True)
+        for name in dict.fromkeys(map(bench.title, rows.rows)):
+            table = new_table(name)
+            for i, head in enumerate(bench.HEAD):
+                table.add_column(head, justify="right" if i else "left", no_wrap=True)
+            group = [row for row in rows.rows if bench.title(row) == name]
+            for row in group:
+                table.add_row(*bench.cells(row))
+            stdout.print(table)
+            for row in (row for row in group if "error" in row):
+                stdout.print(f"{row['method']}: {row['error']}", markup=False, soft_wrap=True)
+        stdout.print(f"{len(rows.new)} measured, {kept} found; wrote {rows.path}", markup=False, soft_wrap=True)
+    raise typer.Exit(1 if failed else 0)

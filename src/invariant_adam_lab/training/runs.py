@@ -1,0 +1,143 @@
+"""What a run is: a model, an algorithm, a batch size, a learning rate, a seed; and which of them are valid.
+
+| algorithm | an update of B = κM samples |
+|---|---|
+| invariant | `InvariantAdam`: v gets mean_k g_k² |
+| standard | `torch.optim.Adam` on the whole mini-batch: v gets (mean_k g_k)² |
+| accumulate | the same by accumulated gradients: equal, except that batch norm sees M samples instead of B |
+| micro | `torch.optim.Adam` on each micro-batch: B = M |
+| adama | AdamA's accumulation: v gets Σ_k (g_k/κ)² |
+| halflife | standard Adam at the same learning rate for all B, with the half-life of v kept constant in samples |
+
+With ρ = B/B_max, η₀ and the betas (0.9, 0.999) hold at B_max, as in the paper: γ′ = ργ, and η = ρη₀ (rule "linear") or
+√ρη₀ ("square_root"). The learning rate is constant, after a linear warm-up in samples if one is asked for; there is no
+weight decay.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+BETAS = (0.9, 0.999)  # at B_max
+RULES = {
+    "invariant": ("linear", "exponential"),
+    "standard": ("square_root", "linear", "exponential"),
+    "accumulate": ("square_root", "linear", "exponential"),
+    "micro": ("linear", "exponential"),
+    "adama": ("square_root", "linear"),
+    "halflife": ("none",),
+}
+ALGORITHMS = tuple(RULES)
+
+
+class Recipe(NamedTuple):
+    """How a model is trained in the paper; GPT, which the paper lacks, is trained likewise."""
+
+    model: str  # in `models`
+    options: dict[str, Any]
+    small: dict[str, Any]  # options of a version that trains on a CPU in seconds
+    dataset: str
+    batch_sizes: tuple[int, ...]
+    micro_batch_size: int
+    flip: bool = True
+    auto: bool = False
+    smoothing: float = 0.0
+
+
+_CIFAR_SIZES = (25, 50, 100, 200, 400, 800)
+RECIPES = {
+    "resnet-bn": Recipe("resnet18", {}, {"width": 8, "depths": (1, 1)}, "cifar10", _CIFAR_SIZES, 25),
+    "resnet-ln": Recipe("resnet18", {"norm": "layer"}, {"width": 8, "depths": (1, 1)}, "cifar10", _CIFAR_SIZES, 25),
+    "vit": Recipe(
+        "vit-cifar",
+        {},
+        {"width": 32, "depth": 2, "heads": 2, "hidden": 32},
+        "cifar10",
+        _CIFAR_SIZES[:-1],
+        25,
+        flip=False,
+        auto=True,
+        smoothing=0.1,
+    ),
+    "gpt": Recipe(
+        "gpt-char",
+        {},
+        {"width": 32, "depth": 2, "heads": 2, "context": 32},
+        "tinyshakespeare",
+        (8, 16, 32, 64, 128, 256),
+        8,
+    ),
+}
+
+
+class Run(NamedTuple):
+    """The settings of a run; two runs with equal settings give equal curves, up to rounding."""
+
+    model: str
+    algorithm: str
+    rule: str
+    batch_size: int
+    micro_batch_size: int
+    max_batch_size: int
+    lr0: float
+    seed: int
+    epochs: int
+    samples: int = 0  # used of the training set; 0: all
+    warmup_samples: int = 0
+    ramp: str = ""  # "25-800": the first batch size for the first half of the epochs, the second for the rest
+    small: bool = False
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch sizes of the run, in their order: one, or two with a ramp."""
+        return tuple(map(int, self.ramp.split("-"))) if self.ramp else (self.batch_size,)
+
+    def batch_at(self, epoch: int) -> int:
+        """Return the batch size in an epoch, from 0."""
+        return self.batch_sizes[0] if 2 * epoch < self.epochs else self.batch_sizes[-1]
+
+    @property
+    def name(self) -> str:
+        """The run's name in files and on the screen."""
+        size = self.ramp or self.batch_size
+        extra = f"-w{self.warmup_samples}" * bool(self.warmup_samples)
+        extra += f"-M{self.micro_batch_size}" * (self.micro_batch_size != RECIPES[self.model].micro_batch_size)
+        return f"{self.model}-{self.algorithm}-{self.rule}-B{size}-lr{self.lr0:g}-s{self.seed}{extra}"
+
+
+def check(run: Run) -> Run:
+    """Return the run, or refuse it by name.
+
+    >>> check(Run("vit", "invariant", "linear", 100, 25, 400, 1e-4, 0, 10)).name
+    'vit-invariant-linear-B100-lr0.0001-s0'
+    """
+    if run.model not in RECIPES:
+        raise ValueError(f"model must be one of {', '.join(RECIPES)}, got {run.model!r}")
+    if run.algorithm not in RULES:
+        raise ValueError(f"algorithm must be one of {', '.join(RULES)}, got {run.algorithm!r}")
+    if run.rule not in RULES[run.algorithm]:
+        raise ValueError(f"rule of {run.algorithm} must be one of {', '.join(RULES[run.algorithm])}, got {run.rule!r}")
+    if run.ramp and not all(size.isdecimal() for size in run.ramp.split("-")):
+        raise ValueError(f"ramp must be two batch sizes such as 25-800, got {run.ramp!r}")
+    if run.ramp and (len(run.batch_sizes) != 2 or run.batch_size != run.batch_sizes[0]):
+        raise ValueError(f"ramp must be two batch sizes, the first of them {run.batch_size}, got {run.ramp!r}")
+    for size in run.batch_sizes:
+        if size < 1 or run.max_batch_size % size:
+            raise ValueError(
+                f"batch size {size} must divide max_batch_size={run.max_batch_size}, so that all batch sizes see the "
+                "same samples in an epoch"
+            )
+        if run.micro_batch_size < 1 or size % run.micro_batch_size:
+            raise ValueError(f"batch size {size} must be a multiple of micro_batch_size={run.micro_batch_size}")
+        if run.algorithm == "micro" and size != run.micro_batch_size:
+            raise ValueError(f"micro Adam's batch is its micro-batch of {run.micro_batch_size}, got {size}")
+    if not 0 < run.lr0 < math.inf:
+        raise ValueError(f"lr0 must be a finite number above 0, got {run.lr0}")
+    for name in ("epochs", "samples", "warmup_samples", "seed"):
+        least = 1 if name == "epochs" else 0
+        if not getattr(run, name) >= least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(run, name)}")
+    if run.seed >= 2**53:
+        raise ValueError(f"seed must be below 2**53, as results.csv holds no larger number exactly, got {run.seed}")
+    return run

@@ -1,0 +1,146 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import invariant_adam
+from invariant_adam_lab.cli import app
+
+TUNED = ["scale", "--lr", "3e-4", "--betas", "0.9", "0.95", "--from", "512"]
+SCALE = [*TUNED, "--to", "4096", "--micro-batch", "32"]
+SOURCE = str(Path(invariant_adam.__file__).parents[1])
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def python(*arguments):
+    """Run the interpreter for real: what a user meets, tracebacks and all."""
+    environment = os.environ | {"PYTHONPATH": SOURCE, "COLUMNS": "200"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+
+def without(module, *arguments):
+    """Run `python -m invariant_adam` as if `module` were not installed: importing it raises ModuleNotFoundError."""
+    return python(
+        "-c",
+        f"import sys, runpy; sys.modules[{module!r}] = None; sys.argv[1:] = {list(arguments)!r}; "
+        "runpy.run_module('invariant_adam', run_name='__main__', alter_sys=True)",
+    )
+
+
+def test_scale_gives_the_hyperparameters_and_warns():
+    result = run(*SCALE)
+    assert result.exit_code == 0, result.output
+    for text in ("ρ = 8", "κ = 128 micro-batches of 32", "0.0024", "0.430467", "3,368.4", "6,918.9"):
+        assert text in result.output
+    assert "warning: an update is no longer small: rho*(1-beta1) = 0.8" in result.output
+    assert "warning: m forgets more than half of its history in one update" in result.output
+
+
+def test_scale_json_is_all_of_stdout():
+    told = json.loads(run(*SCALE, "--weight-decay", "0.1", "--json").stdout)
+    assert (told["kappa"], told["rho"], told["rule"]) == (128, 8.0, "exponential")
+    assert told["scaled"]["lr"] == pytest.approx(2.4e-3)
+    assert told["scaled"]["betas"] == pytest.approx([0.9**8, 0.95**8])
+    assert told["scaled"]["weight_decay"] == pytest.approx((1 - (1 - 3e-5) ** 8) / 2.4e-3)
+    assert told["other_rules"]["linear"]["betas"] == pytest.approx([0.2, 0.6])
+    assert told["other_rules"]["square_root"]["lr"] == pytest.approx(3e-4 * 8**0.5)
+    lives = told["half_lives"]
+    assert lives["m"]["scaled"]["samples"] == pytest.approx(lives["m"]["tuned"]["samples"])
+    assert lives["v"]["scaled"]["updates"] == pytest.approx(lives["v"]["tuned"]["updates"] / 8)
+    assert len(told["warnings"]) == 2
+
+
+def test_scale_to_a_smaller_batch_has_nothing_to_warn_of():
+    told = json.loads(run(*TUNED, "--to", "128", "--micro-batch", "32", "--json").stdout)
+    assert (told["kappa"], told["rho"], told["warnings"]) == (4, 0.25, [])
+
+
+def test_scale_shows_a_rule_that_is_not_valid_as_such():
+    told = json.loads(run(*TUNED, "--to", "8192", "--micro-batch", "32", "--json").stdout)
+    assert told["other_rules"]["linear"]["error"].startswith('rule="linear" needs rho*(1-beta1) < 1, got 1.6')
+    assert "not valid" in run(*TUNED, "--to", "8192", "--micro-batch", "32").output
+
+
+def test_one_micro_batch_is_said_to_be_standard_adam():
+    told = json.loads(run(*SCALE[:-1], "4096", "--json").stdout)
+    assert told["kappa"] == 1
+    assert any("standard Adam at this batch size" in note for note in told["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            [*SCALE[:-1], "48"],
+            "--micro-batch 48 does not divide --to 4096: an update is a whole number of micro-batches; "
+            "use --to 4080 or 4128, or --micro-batch 16",
+        ),
+        ([*SCALE[:-1], "8192"], "use --to 8192, or --micro-batch 4096"),
+        ([*SCALE[:-1], "0"], "--micro-batch must be at least 1 sample, got 0"),
+        (
+            [*TUNED, "--to", "8192", "--micro-batch", "32", "--rule", "linear"],
+            'rule="linear" needs rho*(1-beta1) < 1, got 1.6 at batch size 8192 (tuned at 512); use rule="exponential"',
+        ),
+        ([*SCALE, "--weight-decay", "-1"], "weight_decay must be a finite number of at least 0, got -1"),
+        (
+            ["demo", "--batch-sizes", "8,x"],
+            "--batch-sizes must be whole numbers with commas between them, got '8,x'",
+        ),
+        (
+            ["demo", "--batch-sizes", "8"],
+            "--batch-sizes must be two or more different sizes of at least 1, got '8'",
+        ),
+        (["demo", "--batch-sizes", "8,20"], "20 is no multiple of 8; use 16 or 24"),
+        (["demo", "--batch-sizes", "7,77,91,119"], "only come together after 17017 samples"),
+        (["demo", "--lr", "0"], "--lr must be a finite number above 0, got 0.0"),
+        (["demo", "--epochs", "0"], "--epochs must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_remedy(arguments, text):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.output
+    assert not result.stdout
+
+
+def test_help_helps():
+    top = run("--help").output
+    for word in ("demo", "verify", "scale", "bench", "invariant-adam scale --lr 3e-4"):
+        assert word in top
+    for command in ("demo", "verify", "scale"):
+        result = run(command, "--help")
+        assert result.exit_code == 0
+        assert f"invariant-adam {command}" in result.output
+        assert "--json" in result.output
+
+
+def test_the_module_and_its_version():
+    result = python("-m", "invariant_adam", "--version")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"invariant-adam {invariant_adam.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"), [("typer", ["--help"]), ("rich", ["scale"]), ("matplotlib", ["demo"])]
+)
+def test_without_the_extra_one_line_says_which(module, arguments):
+    result = without(module, *arguments)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == (
+        f'invariant-adam: the command line needs {module}; install it: pip install "invariant-adam[lab]"\n'
+    )
+
+
+def test_another_missing_module_is_not_blamed_on_the_extra():
+    result = without("json", "--help")
+    assert result.returncode == 1
+    assert "lab" not in result.stderr.splitlines()[-1]

@@ -1,0 +1,490 @@
+import functools
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lab_results import FULL, PAIR, rows, same, uneven, write
+
+from invariant_adam_lab.results.curves import load
+from invariant_adam_lab.results.measures import best, compare, measure
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_figures_of_the_pages_are_those_of_the_results():
+    script = ROOT / "benchmarks" / "pages.py"
+    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_claims_of_the_theory_page_hold_in_the_results():
+    results = ROOT / "benchmarks" / "results"
+    assert json.loads((results / "verify.json").read_text())["passed"]
+    assert not json.loads((results / "verify-standard.json").read_text())["passed"]
+    for path in results.glob("demo*.json"):
+        assert json.loads(path.read_text())["ratio"] >= 10, path.name
+    # "∝ √B makes its large batches slower, ∝ B makes them faster"
+    for name, faster in (("demo", False), ("demo-standard-linear", True)):
+        runs = [r for r in json.loads((results / f"{name}.json").read_text())["runs"] if r["optimizer"] == "standard"]
+        final = [r["losses"][-1] for r in sorted(runs, key=lambda r: r["batch_size"])]
+        assert final == sorted(final, reverse=faster)
+
+
+def test_the_claims_of_the_speed_page_hold_in_the_results():
+    for row in json.loads((ROOT / "benchmarks" / "results" / "memory_cpu.json").read_text())["rows"]:
+        assert round(row["tensors"], 1) == (4 if row["method"] in ("plain", "accumulate") else 3), row["method"]
+
+
+def test_the_claims_of_the_one_pass_page_hold_in_the_results():
+    cells = json.loads((ROOT / "benchmarks" / "results" / "peers_cpu.json").read_text())["cells"]
+    for ours in (c for c in cells if c["method"] == "ours"):
+        same = [c for c in cells if (c["net"], c["M"]) == (ours["net"], ours["M"]) and "ratio" in c]
+        plain = next(c for c in same if c["method"] == "plain")
+        rivals = [c["ratio"] for c in same if c["exact"] and c["method"] != "ours"]
+        # Fastest up to 64 rows per group, but for M = 1, where BackPACK is level with it.
+        limit = 1.15 if ours["rows_per_group"] > 64 else 1.05 if ours["M"] == 1 else 1.0
+        assert ours["exact"]
+        assert ours["ratio"] <= limit * min(rivals), (ours["net"], ours["M"])
+        assert ours["peak_mb"] <= 1.3 * plain["peak_mb"] + 16, (ours["net"], ours["M"])
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pages
+
+    return pages
+
+
+def filled(pages, root):
+    """What `benchmarks/pages.py` makes of the page of the lab's results."""
+    ((page, blocks),) = pages.lab_pages(root).items()
+    return pages.fill(blocks, pages.before(root, page), page)
+
+
+def headings(text):
+    return [line[3:] for line in text.splitlines() if line.startswith("## ")]
+
+
+def test_the_page_of_the_results_comes_with_the_first_results(pages, tmp_path):
+    assert pages.lab_pages(tmp_path) == {}
+    short = {"sizes": (25, 100, 400), "rates": (1e-5, 1e-4), "epochs": 3}
+    write(
+        tmp_path / pages.LAB / "resnet-ln", rows("resnet-ln", **short), commands=["invariant-adam reproduce resnet-ln"]
+    )
+    text = filled(pages, tmp_path)
+    assert "`invariant-adam reproduce resnet-ln`" in text
+    # No heading of an experiment that was not made.
+    assert headings(text) == ["The trajectories", "Where it breaks", "Seconds per epoch", "Where the numbers are from"]
+    figure = tmp_path / "docs" / "figures" / "lab" / "resnet-ln-curves.png"
+    figure.parent.mkdir(parents=True)
+    figure.touch()
+    assert "](figures/lab/resnet-ln-curves.png)" in filled(pages, tmp_path)
+
+
+def test_the_page_of_the_results_keeps_what_was_written_by_hand(pages, tmp_path):
+    short = {"sizes": (25, 100, 400), "rates": (1e-5, 1e-4, 1e-3), "epochs": 3}
+    found = rows(algorithms=(*FULL, ("accumulate", "square_root")), ramps=("25-400",), **short)
+    found += rows(warmups=(50_000,), **short)
+    found += rows(algorithms=PAIR[:1], micro=100, **short | {"sizes": (100, 400)})
+    write(tmp_path / pages.LAB / "all", found)
+    text = filled(pages, tmp_path)
+    assert [heading[:3] for heading in headings(text) if heading.startswith("(")] == ["(a)", "(b)", "(c)", "(d)", "(e)"]
+    path = tmp_path / pages.LAB_PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace("<!-- rules -->", "By hand.\n\n<!-- rules -->"), encoding="utf-8")
+    for row in found:
+        row["train_loss"] *= 1 + row["batch_size"] / 1e4
+    write(tmp_path / pages.LAB / "all", found)
+    again = filled(pages, tmp_path)
+    assert "By hand.\n\n<!-- rules -->" in again
+    assert again != path.read_text(encoding="utf-8")  # and --check would say so
+
+
+def tables(text, block):
+    """The rows of the tables of a block, as dictionaries by the names of their columns."""
+    part = text.split(f"<!-- {block} -->")[1].split(f"<!-- /{block} -->")[0]
+    found, head = [], []
+    for line in part.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells:
+            head = []
+        elif not head:
+            head = cells
+        elif set(line) != set("|-"):
+            found.append(dict(zip(head, cells, strict=True)))
+    return found
+
+
+def by_hand(found, sizes, **settings):
+    """The spread of the runs with these settings, from the rows of the file."""
+    settings = {"seed": 0, "warmup_samples": 0, "micro_batch_size": 25, "model": "resnet-bn"} | settings
+    logs = {}
+    for row in found:
+        if same(row, **settings) and row["batch_size"] in sizes:
+            logs.setdefault(row["epoch"], []).append(math.log(row["train_loss"]))
+    assert all(len(values) == len(sizes) for values in logs.values())
+    return sum(max(values) - min(values) for values in logs.values()) / len(logs)
+
+
+OURS = {"algorithm": "invariant", "rule": "linear"}
+THEIRS = {"algorithm": "standard", "rule": "square_root"}
+
+
+@pytest.fixture
+def uneven_page(pages, tmp_path):
+    found = uneven()
+    write(tmp_path / pages.LAB / "uneven", found)
+    return found, filled(pages, tmp_path)
+
+
+def test_a_warm_up_is_compared_over_the_batch_sizes_it_has(uneven_page):
+    found, text = uneven_page
+    shown = tables(text, "warmup")
+    assert [(row["optimizer"], row["η₀"], row["batch sizes"]) for row in shown] == [
+        (name, lr0, "25, 800")
+        for name in ("Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B")
+        for lr0 in ("1e-5", "1e-4")
+    ]
+    cold, warm = (by_hand(found, (25, 800), lr0=1e-4, warmup_samples=n, **OURS) for n in (0, 25_000))
+    assert (shown[1]["spread without"], shown[1]["spread with"]) == (f"{cold:.2g}", f"{warm:.2g}")
+    rivals = [by_hand(found, (25, 800), lr0=1e-4, warmup_samples=n, **THEIRS) for n in (0, 25_000)]
+    for name, below, above in zip(("ratio without", "ratio with"), (cold, warm), rivals, strict=True):
+        assert float(shown[1][name]) == pytest.approx(above / below, rel=0.06)
+    assert shown[2]["ratio with"] == ""  # a rival has none
+
+
+def test_rivals_rules_and_norms_are_compared_over_the_batch_sizes_they_have(uneven_page):
+    found, text = uneven_page
+    rivals = tables(text, "rivals")
+    assert [row["rival"] for row in rivals] == [
+        "Standard Adam, η ∝ B", "AdamA, η ∝ B", "Adam, half-life of v in samples, η constant"
+    ]  # fmt: skip
+    assert not any(row["model"].startswith("ViT") for row in rivals)  # a stray run is no comparison
+    for row in rivals:
+        # Of one micro-batch the first two are Adam with the learning rate of invariant Adam, which has the run.
+        sizes = (100, 400, 800) if "half-life" in row["rival"] else (25, 100, 400, 800)
+        values = [by_hand(found, sizes, lr0=1e-4, **side) for side in (OURS, THEIRS)]
+        assert (row["η₀"], row["batch sizes"]) == ("1e-4", ", ".join(map(str, sizes)))
+        assert list(row.values())[-2:] == [f"{value:.2g}" for value in values]
+    rules = tables(text, "rules")
+    assert [(row["η₀"], row["batch sizes"]) for row in rules] == [("1e-4", "100, 400"), ("1e-3", "100, 400")]
+    for row, lr0 in zip(rules, (1e-4, 1e-3), strict=True):
+        for rule in ("linear", "exponential"):
+            value = by_hand(found, (100, 400), lr0=lr0, model="vit", algorithm="invariant", rule=rule)
+            assert row[f"spread, {rule}"] == f"{value:.2g}"
+    wide, norm = tables(text, "norm")
+    assert (wide["batch sizes"], norm["batch sizes"]) == ("25, 100, 400, 800", "100, 400, 800")
+    for name, settings in (
+        ("invariant", OURS),
+        ("standard", THEIRS),
+        ("standard, accumulated", {"algorithm": "accumulate"}),
+        ("layer norm: invariant", {"model": "resnet-ln", **OURS}),
+        ("layer norm: standard", {"model": "resnet-ln", **THEIRS}),
+    ):
+        assert norm[f"spread, {name}"] == f"{by_hand(found, (100, 400, 800), lr0=1e-4, **settings):.2g}"
+
+
+def test_layer_norm_with_fewer_batch_sizes_does_not_take_them_from_batch_norm(pages, tmp_path):
+    found = [row for row in uneven() if not same(row, model="resnet-ln", batch_size=800)]
+    write(tmp_path / pages.LAB / "uneven", found)
+    wide, narrow = tables(filled(pages, tmp_path), "norm")
+    assert (wide["batch sizes"], wide["spread, layer norm: standard"]) == ("25, 100, 400, 800", "")
+    assert narrow["batch sizes"] == "100, 400"
+    assert narrow["spread, standard"] == f"{by_hand(found, (100, 400), lr0=1e-4, **THEIRS):.2g}"
+
+
+def test_every_micro_batch_size_is_compared_where_the_others_are(uneven_page):
+    found, text = uneven_page
+    shown = tables(text, "micro")
+    # Learning rates that one M alone has are not in it, nor is the stray run.
+    assert [(row["η₀"], row["M"]) for row in shown] == [
+        (lr0, M) for lr0 in ("1e-4", "3e-4", "1e-3") for M in ("25", "100", "400")
+    ]
+    for row, lr0 in zip(shown, [1e-4] * 3 + [3e-4] * 3 + [1e-3] * 3, strict=True):
+        M = int(row["M"])
+        assert row["at B ="] == "400"
+        if M < 400:
+            value = by_hand(found, (100, 400), lr0=lr0, micro_batch_size=M, **OURS)
+            assert (row["spread"], row["over B ="]) == (f"{value:.2g}", "100, 400")
+        else:
+            assert (row["spread"], row["over B ="]) == ("", "")
+        wanted = {"batch_size": 400, "lr0": lr0, "seed": 0, "epoch": 3, "micro_batch_size": M, "warmup_samples": 0}
+        (last,) = (r for r in found if same(r, **wanted, **OURS, model="resnet-bn"))
+        assert row["training loss"] == f"{last['train_loss']:.4g}"
+
+
+def test_a_micro_batch_size_that_has_no_other_beside_it_has_its_own_spread(pages, tmp_path):
+    found = [r for r in uneven() if not same(r, batch_size=100, micro_batch_size=100, lr0=1e-4)]
+    found = [r for r in found if not same(r, algorithm="standard", rule="linear")]  # it would stand for it
+    write(tmp_path / pages.LAB / "uneven", found)
+    shown = {(row["η₀"], row["M"]): row for row in tables(filled(pages, tmp_path), "micro")}
+    assert shown["3e-4", "25"]["over B ="] == "100, 400"  # beside M = 100
+    row = shown["1e-4", "25"]
+    value = sum(by_hand(found, (25, 100, 400, 800), lr0=1e-4, seed=seed, **OURS) for seed in (0, 1, 2)) / 3
+    assert (row["spread"], row["over B ="]) == (f"{value:.2g}", "25, 100, 400, 800; 3 seeds")
+    assert shown["1e-4", "100"]["spread"] == ""
+
+
+def test_the_best_learning_rates_name_those_that_were_tried(uneven_page):
+    _, text = uneven_page
+    shown = [row for row in tables(text, "tuned") if any("M = 400" in name for name in row)]
+    few, many, more = "1e-5, 1e-4, 1e-3", "1e-5, 1e-4, 3e-4, 1e-3", "1e-4, 3e-4, 1e-3"
+    assert {row["B"]: row["η₀ tried"] for row in shown} == {
+        "25": few,
+        "100": f"M = 25, standard: {many}<br>M = 100: {more}",
+        "400": f"M = 25, standard: {many}<br>M = 100, 400: {more}",
+        "800": few,
+    }
+    empty = {row["B"]: [name for name, cell in row.items() if not cell] for row in shown}
+    micro = "Invariant Adam, η ∝ B, M = {}".format
+    assert empty == {"25": [micro(100), micro(400)], "100": [micro(400)], "400": [], "800": [micro(100), micro(400)]}
+    assert re.fullmatch(r"\*[\d.]+ \(1e-3\)\*, \*[\d.]+ % \(1e-3\)\*", shown[0][micro(25)])  # at the edge
+    assert "ResNet-18, batch norm, after 150,000 samples:" in text
+
+
+def test_the_spreads_name_their_batch_sizes_and_how_far_seeds_lie_apart(uneven_page):
+    found, text = uneven_page
+    shown = {row[""]: row for row in tables(text, "spreads")}
+    row = shown["ResNet-18, batch norm, M = 25, B = 25, 100, 400, 800, 3 epochs"]
+    sides = [
+        [by_hand(found, (25, 100, 400, 800), lr0=1e-4, seed=seed, **side) for seed in (0, 1, 2)]
+        for side in (OURS, THEIRS)
+    ]
+    means = [sum(side) / 3 for side in sides]
+    ratios = [above / below for below, above in zip(*sides, strict=True)]
+    cell = row["η₀ = 1e-4"]
+    assert cell.startswith(f"{means[0]:.2g}, {means[1]:.2g}: **{means[1] / means[0]:.0f}** (3 seeds: ")
+    assert cell.endswith(f": {min(ratios):.0f}–{max(ratios):.0f})")
+    assert min(ratios) < means[1] / means[0] < max(ratios)
+    assert "seeds" not in row["η₀ = 1e-5"]
+    assert shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]["η₀ = 1e-3"] == ""
+    without = next(row for row in tables(text, "spreads") if row[""] == "the same without B = 800")
+    below, above = (by_hand(found, (25, 100, 400), lr0=1e-5, **side) for side in (OURS, THEIRS))
+    assert without["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}**"
+
+
+def test_the_spreads_are_at_learning_rates_that_most_models_have(pages, uneven_page, tmp_path):
+    found, text = uneven_page
+    names = [f"η₀ = {lr0}" for lr0 in ("1e-5", "1e-4", "1e-3")]
+    assert list(tables(text, "spreads")[0]) == ["", *names]  # neither 3e-4 of batch norm alone nor the stray run
+    assert "and their ratio, at the learning rates that most models have:" in text
+    write(tmp_path / pages.LAB / "uneven", [row for row in found if same(row, model="resnet-bn")])
+    text = filled(pages, tmp_path)
+    row = tables(text, "spreads")[0]
+    assert list(row) == ["", *names[:2], "η₀ = 3e-4", *names[2:]]
+    assert row["η₀ = 3e-4"].endswith(" (B = 100, 400)")
+    assert "and their ratio:" in text
+
+
+def test_figures_are_linked_of_the_models_in_the_table(pages, tmp_path):
+    short = {"sizes": (25, 400), "rates": (1e-4,), "epochs": 3}
+    found = rows(algorithms=(*PAIR, ("adama", "linear")), **short) + rows("vit", warmups=(0, 50_000), **short)
+    write(tmp_path / pages.LAB / "both", found)
+    figures = tmp_path / "docs" / "figures" / "lab"
+    figures.mkdir(parents=True)
+    for name in ("all", "curves-warmup", "rules", "micro", "norm"):
+        for model in ("resnet-bn", "vit"):
+            (figures / f"{model}-{name}.png").touch()
+    assert re.findall(r"figures/lab/(.*)\.png", filled(pages, tmp_path)) == ["vit-curves-warmup", "resnet-bn-all"]
+
+
+def test_every_question_has_its_figure(pages, tmp_path):
+    write(tmp_path / pages.LAB / "uneven", uneven())
+    figures = tmp_path / "docs" / "figures" / "lab"
+    figures.mkdir(parents=True)
+    kept = {"tuned": "vit-best", "rules": "vit-rules", "micro": "resnet-bn-micro", "norm": "resnet-bn-norm"}
+    for name in kept.values():
+        (figures / f"{name}.png").touch()
+    text = filled(pages, tmp_path)
+    for block, name in kept.items():
+        assert f"](figures/lab/{name}.png)\n<!-- /{block} -->" in text
+
+
+def test_what_one_side_lacks_is_not_in_the_spread_of_the_other(pages, tmp_path):
+    found = [r for r in uneven() if not same(r, model="resnet-bn", algorithm="standard", batch_size=25, lr0=1e-5)]
+    found = [r for r in found if not (same(r, model="resnet-bn", lr0=1e-4) and r["seed"] and r["batch_size"] == 400)]
+    found = [r for r in found if not same(r, model="resnet-ln", algorithm="standard", lr0=1e-5)]
+    write(tmp_path / pages.LAB / "uneven", found)
+    shown = {row[""]: row for row in tables(filled(pages, tmp_path), "spreads")}
+    row = shown["ResNet-18, batch norm, M = 25, B = 25, 100, 400, 800, 3 epochs"]
+    below, above = (by_hand(found, (100, 400, 800), lr0=1e-5, **side) for side in (OURS, THEIRS))
+    assert row["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}** (B = 100, 400, 800)"
+    assert " (3 seeds, B = 25, 100, 800: " in row["η₀ = 1e-4"]  # no mean over other batch sizes
+    alone = by_hand(found, (100, 400, 800), lr0=1e-5, model="resnet-ln", **OURS)
+    row = shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]
+    assert row["η₀ = 1e-5"] == f"invariant alone: {alone:.2g}"
+
+
+def test_a_stray_micro_batch_size_does_not_take_the_place_of_the_papers(pages, tmp_path):
+    found = rows(epochs=3) + rows(algorithms=PAIR[:1], sizes=(5, 25), rates=(1e-4,), epochs=3, micro=5, largest=800)
+    found += rows(sizes=(400,), rates=(3e-4,), epochs=3, largest=800)
+    write(tmp_path / pages.LAB / "stray", found)
+    (row, _) = tables(filled(pages, tmp_path), "spreads")
+    assert list(row)[1:] == [f"η₀ = {lr0}" for lr0 in ("1e-5", "1e-4", "1e-3")]  # one batch size has no column
+    below = by_hand(found, (25, 100, 400, 800), lr0=1e-4, **OURS)
+    assert row["η₀ = 1e-4"].startswith(f"{below:.2g}, ")
+
+
+def test_a_ramp_is_compared_within_its_seeds(pages, tmp_path):
+    found = rows(sizes=(25, 400), rates=(1e-4,), epochs=3, ramps=("25-400",))
+    write(tmp_path / pages.LAB / "ramp", found)
+    before = tables(filled(pages, tmp_path), "ramp")
+    write(tmp_path / pages.LAB / "ramp", found + rows(sizes=(25, 400), rates=(1e-4,), epochs=3, seeds=(1, 2)))
+    assert tables(filled(pages, tmp_path), "ramp") == before
+
+
+@pytest.fixture(scope="module")
+def lab_results():
+    return load(ROOT / "benchmarks" / "results" / "lab")
+
+
+def side(found, model, algorithm, lr0, sizes=None, warmup=0):
+    """The runs of the paper's comparison at M of the model, of these batch sizes or all."""
+    rule = {"invariant": "linear", "halflife": "none"}.get(algorithm, "square_root")
+    if algorithm == "linear":
+        algorithm, rule = "standard", "linear"
+    micro = 8 if model == "gpt" else 25
+    (series,) = (
+        s
+        for s in found.series(model)
+        if (*s[:2], s.warmup_samples) == (algorithm, rule, warmup) and s.micro_batch_size in (0, micro)
+    )
+    return [run for run in found.group(model, series, lr0) if sizes is None or run.batch_size in sizes]
+
+
+def spread_of(found, model, algorithm, lr0, sizes=None, warmup=0):
+    return measure(side(found, model, algorithm, lr0, sizes, warmup)).value
+
+
+def ratio_of(found, model, lr0, sizes=None, warmup=0):
+    below, above = compare([side(found, model, name, lr0, sizes, warmup) for name in ("invariant", "standard")])
+    return above.value / below.value
+
+
+def gap(found, model, algorithm, size, epoch, base=25):
+    """How many percent the log loss at a batch size is above that at another, at η₀ = 1e-4 with seed 0."""
+    losses = {r.batch_size: r.losses[epoch] for r in side(found, model, algorithm, 1e-4) if r.seed == 0}
+    return 100 * math.log(losses[size] / losses[base])
+
+
+SMALLER = {"gpt": (8, 32, 128), "resnet-ln": (25, 100, 400)}
+
+
+def test_the_short_answers_of_the_results_page_are_those_of_the_results(lab_results):
+    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())  # lines are wrapped
+    at = functools.partial(ratio_of, lab_results)
+    bn, ln, vit, gpt = (round(at(model, 1e-5)) for model in ("resnet-bn", "resnet-ln", "vit", "gpt"))
+    assert f"lie {bn} (batch norm), {ln} (layer norm) and {vit} times (ViT) closer" in page
+    assert f"in a GPT {gpt} times." in page
+    bn, vit = (round(at(model, 1e-4)) for model in ("resnet-bn", "vit"))
+    ln, gpt = (f"{at(model, 1e-4):.1f}" for model in ("resnet-ln", "gpt"))
+    assert f"{bn} times with batch norm and {vit} in the ViT, but {ln} with layer norm and {gpt} in the GPT" in page
+    ln, gpt = (round(at(model, 1e-4, SMALLER[model])) for model in ("resnet-ln", "gpt"))
+    assert f"part in the first epochs: {ln} and {gpt} without them" in page
+    warm = at("resnet-ln", 1e-4, None, 25_000), at("resnet-ln", 1e-4, SMALLER["resnet-ln"], 25_000)
+    assert f"makes it {warm[0]:.1f} with layer norm ({warm[1]:.0f} without B = 800)" in page
+    assert f"but for batch norm ({at('resnet-bn', 1e-3):.1f})" in page
+    assert all(at(model, 1e-3) <= 2.5 for model in ("resnet-ln", "vit", "gpt"))
+
+
+def test_the_claims_of_the_results_page_about_trajectories_hold(lab_results):
+    spread = functools.partial(spread_of, lab_results)
+    good = [(model, 1e-5) for model in ("gpt", "resnet-bn", "resnet-ln", "vit")] + [("resnet-bn", 1e-4), ("vit", 1e-4)]
+    for name, low, high in (("invariant", 0.00005, 0.0035), ("standard", 0.005, 0.095)):
+        assert all(low <= spread(model, name, lr0) <= high for model, lr0 in good)
+    gaps = functools.partial(gap, lab_results, "resnet-ln")
+    assert [round(gaps("invariant", 800, epoch)) for epoch in (1, 10)] == [8, 3]
+    assert [round(gaps("standard", 800, epoch)) for epoch in (1, 10)] == [14, 32]
+    assert round(gaps("invariant", 400, 1)) == 3
+    assert round(100 * spread("resnet-ln", "invariant", 1e-4, SMALLER["resnet-ln"])) == 1
+    assert round(ratio_of(lab_results, "resnet-ln", 3e-5)) == 16
+    # A warm-up takes so much of the spread.
+    for model, samples, low, high in (
+        ("resnet-ln", 25_000, 0.5, 0.75),
+        ("gpt", 4_000, 0.5, 0.77),
+        ("resnet-bn", 25_000, 0.17, 0.29),
+        ("vit", 25_000, 0.0, 0.1),
+    ):
+        for lr0 in (1e-5, 1e-4):
+            warm = side(lab_results, model, "invariant", lr0, warmup=samples)
+            cold = side(lab_results, model, "invariant", lr0)
+            before, after = (one.value for one in compare([cold, warm]))
+            assert low <= 1 - after / before <= high, (model, lr0)
+    for model, samples, percent in (("gpt", 4_000, 40), ("vit", 25_000, 31), ("resnet-ln", 25_000, 19)):
+        sides = [side(lab_results, model, "standard", 1e-4, warmup=n) for n in (0, samples)]
+        before, after = (one.value for one in compare(sides))
+        assert round(100 * (1 - after / before)) == percent, model
+
+
+def test_the_claims_of_the_results_page_about_rivals_and_norms_hold(lab_results):
+    spread = functools.partial(spread_of, lab_results)
+    assert spread("resnet-bn", "linear", 1e-4) == pytest.approx(0.47, abs=0.05)  # "half of the loss"
+    assert spread("resnet-bn", "linear", 1e-4) / spread("resnet-bn", "standard", 1e-4, warmup=0) == pytest.approx(
+        9, abs=1.2
+    )
+    sizes = (8, 32, 256)
+    assert spread("gpt", "linear", 1e-4) == pytest.approx(spread("gpt", "invariant", 1e-4, sizes), rel=0.1)
+    between = [spread("resnet-ln", name, 1e-4, (25, 400, 800)) for name in ("invariant", "linear", "standard")]
+    assert between == sorted(between)
+    gaps = functools.partial(gap, lab_results, "resnet-bn")
+    assert round(gaps("accumulate", 800, 10)) == 7
+    assert [round(gaps("standard", size, 10)) for size in (400, 800)] == [-7, -4]
+    seed = [[r for r in side(lab_results, "resnet-bn", a, 1e-4) if r.seed == 0] for a in ("standard", "accumulate")]
+    assert [round(one.value, 2) for one in compare(seed)] == [0.05, 0.05]
+    for name, times in (("invariant", 37), ("standard", 5)):
+        bn = measure([r for r in side(lab_results, "resnet-bn", name, 1e-4) if r.seed == 0]).value
+        assert round(spread("resnet-ln", name, 1e-4) / bn) == times
+
+
+def test_the_claims_of_the_results_page_about_ramps_hold(lab_results):
+    def above(model, size):
+        """How many percent the ramp is above a constant batch size, in the epochs after the change."""
+        ((ramp,),) = (runs for (_, lr0, _), runs in lab_results.ramps(model).items() if lr0 == 1e-4)
+        (base,) = (r for r in side(lab_results, model, "invariant", 1e-4, (size,)) if r.seed == ramp.seed)
+        return [100 * (ramp.losses[epoch] / base.losses[epoch] - 1) for epoch in range(6, 11)]
+
+    assert [round(above("resnet-bn", size)[-1], 1) for size in (25, 800)] == [0.2, 0.3]
+    assert max(map(abs, above("resnet-ln", 800))) < 1.25
+
+
+def test_the_claims_of_the_results_page_about_the_best_learning_rates_hold(lab_results):
+    def behind(model, size, micro, metric):
+        rows = {r.series.micro_batch_size: r.value for r in best(lab_results, model, metric) if
+                r.batch_size == size and r.series.algorithm in ("invariant", "standard")}  # fmt: skip
+        return rows[0] - rows[micro]
+
+    points = functools.partial(behind, metric="test_accuracy")
+    for model, size, gains in (("vit", 400, [1.7, 0.3]), ("resnet-ln", 800, [3.0, 2.5])):  # of a larger M
+        last = [points(model, size, micro) for micro in (25, 100, 400)]
+        assert [round(100 * (a - b), 1) for a, b in itertools.pairwise(last)] == gains
+    assert [round(100 * points("vit", size, 25), 1) for size in (100, 400)] == [1.7, 2.0]
+    assert abs(points("vit", 400, 100)) < 0.005
+    assert abs(behind("vit", 100, 25, "train_loss")) < 0.005
+    assert round(100 * points("resnet-ln", 100, 25), 1) == -1.4
+    assert [round(100 * points("resnet-ln", size, 25)) for size in (400, 800)] == [3, 3]
+    assert abs(behind("resnet-ln", 100, 25, "train_loss")) < 0.01
+    assert abs(points("gpt", 32, 8)) < 0.005
+    assert all(points("gpt", size, 8) > 0.005 for size in (128, 256))
+    assert all(behind("resnet-bn", size, 25, "train_loss") < 0 for size in (25, 100, 400, 800))
+    assert all(points("resnet-bn", size, 25) < 0 for size in (400, 800))
+
+
+def test_the_claims_of_the_distributed_page_hold_in_the_results():
+    for mode in ("ddp", "fsdp2"):
+        kills, elastic = (
+            json.loads((ROOT / "benchmarks" / "results" / f"faults_{what}_{mode}.json").read_text())
+            for what in ("kills", "elastic")
+        )
+        assert len(kills["rows"]) == 10
+        assert all(row["resumed"] >= row["saved"] for row in kills["rows"])
+        assert kills["weights"] == kills["exp_avg"] == kills["exp_avg_sq"] == 0  # "bit for bit the same"
+        assert [row["ranks"] for row in elastic["rows"]] == [4, 2, 3]
+        assert kills["damaged"] == elastic["damaged"] == []
+        for result in (kills, elastic):
+            assert f"{result['loss']:.6f}" == f"{result['loss_alone']:.6f}"

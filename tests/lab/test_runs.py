@@ -1,0 +1,59 @@
+import math
+
+import pytest
+import torch
+from lab_runs import run
+
+from invariant_adam_lab.training.runs import BETAS, RECIPES, check
+from invariant_adam_lab.training.updates import loss_of
+
+
+def test_the_recipe_is_the_papers():
+    """Crop always; what else is done to images, and the batch sizes, of which the last is B_max."""
+    recipe = {
+        name: (recipe.dataset, recipe.batch_sizes, recipe.micro_batch_size, recipe.flip, recipe.auto, recipe.smoothing)
+        for name, recipe in RECIPES.items()
+    }
+    sizes = (25, 50, 100, 200, 400, 800)
+    assert recipe == {
+        "resnet-bn": ("cifar10", sizes, 25, True, False, 0.0),
+        "resnet-ln": ("cifar10", sizes, 25, True, False, 0.0),
+        "vit": ("cifar10", sizes[:5], 25, False, True, 0.1),
+        "gpt": ("tinyshakespeare", (8, 16, 32, 64, 128, 256), 8, True, False, 0.0),  # a text has no flips
+    }
+    models = {name: (recipe.model, recipe.options) for name, recipe in RECIPES.items()}
+    assert models == {
+        "resnet-bn": ("resnet18", {}),
+        "resnet-ln": ("resnet18", {"norm": "layer"}),
+        "vit": ("vit-cifar", {}),
+        "gpt": ("gpt-char", {}),
+    }
+    assert BETAS == (0.9, 0.999)
+
+
+def test_the_least_that_the_vits_training_loss_can_be():
+    """The entropy of the smoothed labels: 0.91 for the class of ten that it is, 0.01 for each of the others."""
+    least = -0.91 * math.log(0.91) - 9 * 0.01 * math.log(0.01)
+    assert round(least, 4) == 0.5003  # as docs/lab.md has it
+    best = torch.full((10, 10), 0.01, dtype=torch.float64).fill_diagonal_(0.91).log()
+    assert loss_of(best, torch.arange(10), RECIPES["vit"].smoothing).item() == pytest.approx(least, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "alexnet"}, "model must be one of"),
+        ({"algorithm": "lion"}, "algorithm must be one of"),
+        ({"rule": "cubic"}, "rule of invariant must be one of"),
+        ({"batch_size": 15}, "must divide max_batch_size=20"),
+        ({"micro_batch_size": 3}, "multiple of micro_batch_size=3"),
+        ({"algorithm": "micro"}, "micro Adam's batch"),
+        ({"lr0": 0.0}, "lr0 must be"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"ramp": "5 to 20"}, "ramp must be two batch sizes"),
+        ({"ramp": "5-20"}, "the first of them 20"),
+    ],
+)
+def test_settings_are_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        check(run()._replace(**change))
