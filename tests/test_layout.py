@@ -1,6 +1,10 @@
 """What the layout of src/ promises: the library does not know the lab, and no module is too long to read."""
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +54,32 @@ def test_no_module_is_too_long_to_read():
         str(path.relative_to(SRC)): len(path.read_text(encoding="utf-8").splitlines()) for path in SRC.rglob("*.py")
     }
     assert {module: lines for module, lines in lengths.items() if lines > LONGEST} == {}
+
+
+WITHOUT = """
+import torch, invariant_adam as ia
+
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+opt = ia.InvariantAdam(net.parameters(), micro_batch_size=2)
+for x in torch.randn(2, 2, 3):
+    net(x).square().mean().backward()
+opt.step()
+with ia.one_pass(net, micro_batch_size=2, into=opt):
+    net(torch.randn(8, 3)).square().mean().backward()
+opt.step()
+opt.load_state_dict(opt.state_dict())
+print(opt.samples_seen, ia.explain(net, torch.randn(8, 3), 2).supported, opt.noise_scale().batch > 0)
+"""
+
+
+def test_the_library_runs_without_distributed(tmp_path):
+    shutil.copytree(LIBRARY, tmp_path / "invariant_adam", ignore=shutil.ignore_patterns("distributed", "__pycache__"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["12", "True", "True"], done.stderr
+
+
+def test_an_old_torch_is_refused_by_name():
+    code = "import torch; torch.__version__ = type(torch.__version__)('2.10.1'); import invariant_adam"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: invariant_adam needs torch 2.11 or newer" in done.stderr
