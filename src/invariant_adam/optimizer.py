@@ -449,7 +449,7 @@ class InvariantAdam(Optimizer):
         if folds:
             self._launch(folds)
 
-    def _target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Target | None:
+    def _target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Fold | None:
         """Let a kernel fold the pair of `p` itself, as it is made: count the fold and say where it goes and how.
 
         The kernel must then do m ← keep₁·m + gain₁·g and v ← keep₂·v + gain₂·g², once, with g = mean_k g_k and
@@ -476,7 +476,7 @@ class InvariantAdam(Optimizer):
         self._update.watch_backward(self._flush_queue)
         keep, gain, place = self._count(p, part, kappa, scale, True, False)
         slots = None if self._tape is None else self._tape.slots(m, [place])
-        return kernels.Target(m, v, keep, gain, self._counter(p.device), slots)
+        return kernels.Fold(m, v, keep, gain, self._counter(p.device), slots)
 
     def _part(self, p: Tensor) -> scalars.Part:
         """The part of `p` in the update that is open."""
@@ -922,7 +922,7 @@ class InvariantAdam(Optimizer):
         """Look for parameters that were unfrozen, and refuse those that another optimizer has taken over."""
         self._bind()
 
-    def target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Target | None:
+    def target(self, p: Tensor, kappa: float, scale: tuple[float, float] = _ONES) -> kernels.Fold | None:
         """Let a kernel fold the pair of `p` itself."""
         return self._target(p, kappa, scale)
 
