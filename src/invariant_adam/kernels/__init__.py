@@ -6,6 +6,7 @@ such a package the name `torch` is its own module, so an `__init__.py` imports w
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
@@ -13,16 +14,11 @@ import torch
 
 
 def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> ModuleType | None:
-    """Return the Triton module of a kernel's package; None where there is no Triton, or no GPU.
+    """Return a module of a kernel's package that needs Triton; None where there is no Triton, or no GPU.
 
-    Args:
-        package: the package's name.
-        module: the module's name in it.
-        anywhere: whether no GPU is needed.
+    With `anywhere`, it needs no GPU.
     """
-    if not (anywhere or torch.cuda.is_available()):
-        return None
-    try:
-        return import_module(f"{package}.{module}")
-    except ImportError:
-        return None
+    if anywhere or torch.cuda.is_available():
+        with suppress(ImportError):
+            return import_module(f"{package}.{module}")
+    return None

@@ -8,7 +8,7 @@ Two small tables on the device tell a launch of its tensors: their addresses, an
 place there. Moments and weights stay where they are, so a table is made once and found again by the addresses. Triton
 does not compile anew for other values of a float, so scalars are ordinary arguments.
 
-`fold_tile` does the same for kernels that make a gradient tile by tile.
+`put_tile` folds for kernels that make a gradient tile by tile.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ BLOCK, WARPS = 4096, 8
 BLOCK_BOTH, WARPS_BOTH = 512, 4  # of fold_step, which has more in flight
 LIMIT = math.sqrt(torch.finfo(torch.float32).max) / 1024  # as in `guard`
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Finds room for the tables of a graph that is being captured: see `tables_on`.
+room_for: Callable[[Tensor, torch.device], Tensor] | None = None
 
 
 @triton.jit
@@ -74,14 +76,6 @@ def _moved(x, first, second, size, eps, decay, W: tl.constexpr):
 
 
 @triton.jit
-def _fold_and_store(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
-    first, second, bad = _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S)
-    tl.store(m + at, first, mask=inside)
-    tl.store(v + at, second, mask=inside)
-    _count(bad, count)
-
-
-@triton.jit
 def _step_and_store(w, m, v, at, inside, size, eps, decay, W: tl.constexpr):
     first, second = tl.load(m + at, mask=inside), tl.load(v + at, mask=inside)
     tl.store(w + at, _moved(tl.load(w + at, mask=inside), first, second, size, eps, decay, W), mask=inside)
@@ -108,22 +102,48 @@ def _fold_scalars(slots, keep1, keep2, gain1, gain2):
 
 
 @triton.jit
-def fold_tile(m, v, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit):
-    """m ← keep₁m + gain₁dW, v ← keep₂v + gain₂S on one tile; what would leave them non-finite counts as zero."""
-    keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
-    good = (tl.abs(total) < limit) & (tl.abs(squares) < limit * limit)  # NaN is not below anything
-    tl.store(m, keep1 * tl.load(m, mask=inside) + gain1 * tl.where(good, total, 0.0), mask=inside)
-    tl.store(v, keep2 * tl.load(v, mask=inside) + gain2 * tl.where(good, squares, 0.0), mask=inside)
-    bad = tl.sum(tl.sum((inside & (good == 0)).to(tl.int32), 1), 0)
-    if bad > 0:
-        tl.atomic_add(count, bad.to(tl.int64))
+def put_tile(
+    D, S, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO: tl.constexpr
+):  # fmt: skip
+    """Store the sums of a tile, or fold them into the moments D and S; what is not finite is left out and counted."""
+    if INTO:
+        keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
+        good = (tl.abs(total) < limit) & (tl.abs(squares) < limit * limit)  # NaN is not below anything
+        tl.store(D, keep1 * tl.load(D, mask=inside) + gain1 * tl.where(good, total, 0.0), mask=inside)
+        tl.store(S, keep2 * tl.load(S, mask=inside) + gain2 * tl.where(good, squares, 0.0), mask=inside)
+        bad = tl.sum(tl.sum((inside & (good == 0)).to(tl.int32), 1), 0)
+        if bad > 0:
+            tl.atomic_add(count, bad.to(tl.int64))
+    else:
+        tl.store(D, total, mask=inside)
+        tl.store(S, squares, mask=inside)
 
 
-def tile_arguments(into: Fold | None) -> tuple[Any, ...]:
-    """The arguments of `fold_tile` from `slots` on; None: of a kernel that folds nothing."""
+def put_arguments(into: Fold | None) -> tuple[Any, ...]:
+    """The arguments of `put_tile` from `slots` to `limit`."""
     if into is None:
         return None, None, 0.0, 0.0, 0.0, 0.0, LIMIT
     return into.slots, into.count, *into.keep, *into.gain, LIMIT
+
+
+@triton.jit
+def _fold_and_store(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
+    first, second, bad = _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S)
+    tl.store(m + at, first, mask=inside)
+    tl.store(v + at, second, mask=inside)
+    _count(bad, count)
+
+
+@triton.jit
+def _fold_at(
+    g, s, m, v, first, n, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """The block of a tensor of n elements that begins at `first`."""
+    at = first + tl.arange(0, SIZE)
+    if first + SIZE <= n:
+        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+    else:
+        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
 
 
 @triton.jit
@@ -156,11 +176,7 @@ def _fold(
     row, first, n = _place(tensors, blocks, sizes, 4, SIZE)
     g, s = _pointer(row, 0, G), _pointer(row, 1, tl.float32)
     m, v = _pointer(row, 2, tl.float32), _pointer(row, 3, tl.float32)
-    at = first + tl.arange(0, SIZE)
-    if first + SIZE <= n:
-        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
-    else:
-        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+    _fold_at(g, s, m, v, first, n, count, keep1, keep2, gain1, gain2, limit, HAS_S, SIZE)
 
 
 @triton.jit
@@ -168,11 +184,7 @@ def _fold_one(g, s, m, v, n, slots, count, keep1, keep2, gain1, gain2, limit, HA
     """One block of the only tensor."""
     keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
     first = tl.program_id(0).to(tl.int64) * SIZE
-    at = first + tl.arange(0, SIZE)
-    if first + SIZE <= n:
-        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
-    else:
-        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+    _fold_at(g, s, m, v, first, n, count, keep1, keep2, gain1, gain2, limit, HAS_S, SIZE)
 
 
 @triton.jit
@@ -278,8 +290,6 @@ def fold_step(
 
 
 # The launches: over one tensor of so many elements, or over so many blocks.
-
-
 @lru_cache(maxsize=4096)
 def _start_fold_one(numel: int, has: bool) -> Launch:
     return Launch(_fold_one, (cdiv(numel, BLOCK),), n=numel, HAS_S=has, SIZE=BLOCK, num_warps=WARPS)
@@ -297,8 +307,8 @@ def _start_step(n: int, w: torch.dtype) -> Launch:
 
 @lru_cache(maxsize=256)
 def _start_fold_step(n: int, w: torch.dtype, g: torch.dtype, has: bool) -> Launch:
-    types: Any = {"W": DTYPES[w], "G": DTYPES[g]}
-    return Launch(_fold_step, (n,), **types, HAS_S=has, SIZE=BLOCK_BOTH, num_warps=WARPS_BOTH)
+    fixed = {"W": DTYPES[w], "G": DTYPES[g], "HAS_S": has, "SIZE": BLOCK_BOTH, "num_warps": WARPS_BOTH}
+    return Launch(_fold_step, (n,), **fixed)
 
 
 def _tables(*lists: Tensors, block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
@@ -315,14 +325,8 @@ def _tables(*lists: Tensors, block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, 
     return (_addresses(pointers, device, stream), blocks, sizes), n
 
 
-# Finds room for the tables of a graph that is being captured: see `tables_on`.
-room_for: Callable[[Tensor, torch.device], Tensor] | None = None
-
-
 # Tables are kept by stream: the memory of a dropped one goes back to the stream that it was made on, and another stream
 # may have yet to read it.
-
-
 @lru_cache(maxsize=256)
 def _addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     # Gradients are elsewhere in each update, so the host must not wait; the copy keeps the pinned memory alive.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import chip
 from ..launch import Launch, cdiv, next_power_of_2
-from ..ops import FLOATS, operator
+from ..ops import FLOATS, operator, pair_of
 
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile
 CHUNKS = 32  # at most, of a group's rows
@@ -34,13 +34,27 @@ def spot(pid, C, R, CHUNK, BC: tl.constexpr):
 
 
 @triton.jit
+def _tile(r, end, c, C, BR: tl.constexpr):
+    """Which of a chunk's rows from r on there are, and where they are in their group."""
+    rows = r + tl.arange(0, BR)
+    return (rows < end)[:, None] & (c < C)[None, :], rows[:, None] * C + c[None, :]
+
+
+@triton.jit
+def leave_sums(partial, piece, c, C, one, other):
+    """Leave the two sums of a chunk."""
+    here = partial + piece.to(tl.int64) * (2 * C) + c
+    tl.store(here, tl.sum(one, 0), mask=c < C)
+    tl.store(here + C, tl.sum(other, 0), mask=c < C)
+
+
+@triton.jit
 def _sum_statistics(X, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ (x − s) and Σ (x − s)² of a chunk, s the group's first row: no cancellation where the mean is large."""
     k, c, first, end, piece = spot(tl.program_id(0), C, R, CHUNK, BC)
     X += k.to(tl.int64) * R * C
     shift = tl.load(X + c, mask=c < C, other=0.0).to(tl.float32)
-    total = tl.zeros((BR, BC), tl.float32)
-    squares = tl.zeros((BR, BC), tl.float32)
+    total, squares = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
     for r in tl.range(first, end, BR):
         rows = r + tl.arange(0, BR)
         inside = (rows < end)[:, None] & (c < C)[None, :]
@@ -48,9 +62,7 @@ def _sum_statistics(X, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr)
         x = tl.where(inside, x - shift[None, :], 0.0)
         total += x
         squares += x * x
-    here = partial + piece.to(tl.int64) * (2 * C) + c
-    tl.store(here, tl.sum(total, 0), mask=c < C)
-    tl.store(here + C, tl.sum(squares, 0), mask=c < C)
+    leave_sums(partial, piece, c, C, total, squares)
 
 
 @triton.jit
@@ -78,13 +90,9 @@ def _finish_statistics(
     X, partial, mean, rstd, running_mean, running_var, tracked, C, R, KAPPA, CHUNKS, eps, keep, gain, decay, unbias,
     CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """μ and r of all groups, and the running statistics after them; decay is log₂ of their ratio.
-
-    `tracked` counts all groups but one, which the module has counted.
-    """
+    """μ and r of all groups, and the running statistics after them; decay is log₂ of their ratio."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    add_mean = tl.zeros((BC,), tl.float32)
-    add_var = tl.zeros((BC,), tl.float32)
+    add_mean, add_var = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     for first in range(0, KAPPA, KB):
         k = first + tl.arange(0, KB)
         mask = (k < KAPPA)[:, None] & (c < C)[None, :]
@@ -105,7 +113,7 @@ def _finish_statistics(
         tl.store(running_var + c, keep * tl.load(running_var + c, mask=c < C).to(tl.float32) + add_var, mask=c < C)
     if tracked is not None:  # noqa: SIM102 - this is known at compile time
         if tl.program_id(0) == 0:
-            tl.store(tracked, tl.load(tracked) + KAPPA - 1)
+            tl.store(tracked, tl.load(tracked) + KAPPA - 1)  # the module has counted one group
 
 
 @triton.jit
@@ -158,9 +166,7 @@ def _normalise_rows(X, Y, mu, scale, b, k, c, first, end, C, R, BR: tl.constexpr
     X += k.to(tl.int64) * R * C
     Y += k.to(tl.int64) * R * C
     for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
-        at = rows[:, None] * C + c[None, :]
+        inside, at = _tile(r, end, c, C, BR)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(Y + at, (x - mu[None, :]) * scale[None, :] + offset[None, :], mask=inside)
 
@@ -172,25 +178,19 @@ def _sum_gradients(G, X, partial, mean, rstd, C, R, CHUNK, BR: tl.constexpr, BC:
     mu, r_k, _ = _per_channel(mean, rstd, None, k, c, C)
     X += k.to(tl.int64) * R * C
     G += k.to(tl.int64) * R * C
-    total = tl.zeros((BR, BC), tl.float32)
-    products = tl.zeros((BR, BC), tl.float32)
+    total, products = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
     for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
-        at = rows[:, None] * C + c[None, :]
+        inside, at = _tile(r, end, c, C, BR)
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         total += g
         products += g * ((x - mu[None, :]) * r_k[None, :])
-    here = partial + piece.to(tl.int64) * (2 * C) + c
-    tl.store(here, tl.sum(products, 0), mask=c < C)
-    tl.store(here + C, tl.sum(total, 0), mask=c < C)
+    leave_sums(partial, piece, c, C, products, total)
 
 
 @triton.jit
 def _finish_gradients(
-    partial, coefficients, sums, pairs, C, KAPPA, CHUNKS,
-    CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr,
+    partial, coefficients, sums, pairs, C, KAPPA, CHUNKS, CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """The sums of all groups, and the pairs of w and b."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -243,9 +243,7 @@ def _input_gradient(G, X, DX, mean, rstd, w, e, a, k, c, first, end, C, R, BR: t
     G += k.to(tl.int64) * R * C
     DX += k.to(tl.int64) * R * C
     for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
-        at = rows[:, None] * C + c[None, :]
+        inside, at = _tile(r, end, c, C, BR)
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         hat = (x - mu[None, :]) * r_k[None, :]
@@ -253,13 +251,10 @@ def _input_gradient(G, X, DX, mean, rstd, w, e, a, k, c, first, end, C, R, BR: t
 
 
 class RowLaunches:
-    """How κ groups of rows of some channels are divided among blocks, and the launches made so.
-
-    There are about eight blocks for each multiprocessor, of at least four tiles each.
-    """
+    """How κ groups of rows are divided among blocks: about eight for each multiprocessor, of at least four tiles."""
 
     def __init__(self, rows: int, channels: int, kappa: int, device: torch.device) -> None:
-        self.rows, self.channels, self.kappa, self.device = rows, channels, kappa, device  # rows per group
+        self.rows, self.channels, self.device = rows, channels, device  # rows per group
         bc = min(CHANNELS, next_power_of_2(channels))
         columns = cdiv(channels, bc)
         wanted = cdiv(8 * chip.of(device).multiprocessors, columns * kappa)
@@ -287,10 +282,6 @@ class RowLaunches:
         """Room for float32 numbers (*shape, C)."""
         return torch.empty(*shape, self.channels, dtype=torch.float32, device=self.device)
 
-    def partial(self) -> Tensor:
-        """Room for the two sums of each chunk."""
-        return self.empty(self.kappa, self.chunks, 2)
-
 
 @lru_cache(maxsize=1024)
 def row_launches(channels: int, numel: int, kappa: int, device: torch.device) -> RowLaunches:
@@ -313,7 +304,7 @@ def statistics(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """μ and r (κ, C) in float32, and the running statistics updated in place."""
     p = row_launches(x.shape[1], x.numel(), kappa, x.device)
-    partial, mean, rstd = p.partial(), p.empty(kappa), p.empty(kappa)
+    partial, mean, rstd = p.empty(kappa, p.chunks, 2), p.empty(kappa), p.empty(kappa)
     p.sum_statistics(x, partial)
     scalars = _scalars(p, eps, keep, gain, ratio)
     p.finish_statistics(x, partial, mean, rstd, running_mean, running_var, None, *scalars)
@@ -326,7 +317,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """μ, r and y: `statistics`, then `normalise`, in one launch less."""
     p = row_launches(x.shape[1], x.numel(), kappa, x.device)
-    partial, mean, rstd, y = p.partial(), p.empty(kappa), p.empty(kappa), torch.empty_like(x)
+    partial, mean, rstd, y = p.empty(kappa, p.chunks, 2), p.empty(kappa), p.empty(kappa), torch.empty_like(x)
     p.sum_statistics(x, partial)
     scalars = _scalars(p, eps, keep, gain, ratio)
     p.finish_and_normalise(x, partial, mean, rstd, running_mean, running_var, tracked, y, w, b, *scalars)
@@ -353,7 +344,7 @@ def backward(
     p = row_launches(x.shape[1], x.numel(), kappa, x.device)
     g = g if _channels_last(g) else g.movedim(1, -1).contiguous()
     c = None if c is None else c.to(torch.float32)
-    partial, sums, pairs = p.partial(), p.empty(kappa, 2) if shares else None, p.empty(4)
+    partial, sums, pairs = p.empty(kappa, p.chunks, 2), p.empty(kappa, 2) if shares else None, p.empty(4)
     dx = torch.empty_like(x)
     p.sum_gradients(g, x, partial, mean, rstd)
     p.finish_and_input_gradient(partial, c, sums, pairs, g, x, dx, mean, rstd, w)
@@ -361,11 +352,6 @@ def backward(
 
 
 # The same as operators.
-
-
-def _statistics_shapes(x: Tensor, kappa: int, *_: Any) -> tuple[Tensor, Tensor]:
-    mean = x.new_empty(kappa, x.shape[1], dtype=torch.float32)
-    return mean, torch.empty_like(mean)
 
 
 def _backward_shapes(g: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -376,7 +362,7 @@ def _backward_shapes(g: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tenso
 statistics_op = operator(
     "ghost_statistics(Tensor x, int kappa, float eps, Tensor(a!)? running_mean, Tensor(b!)? running_var, float keep, "
     "float gain, float ratio) -> (Tensor, Tensor)",
-    _statistics_shapes,
+    lambda x, kappa, *_: pair_of(x, (kappa, x.shape[1])),
 )(statistics)
 normalise_op = operator(
     "ghost_normalise(Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? b) -> Tensor",

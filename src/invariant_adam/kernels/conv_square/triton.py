@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .. import chip
 from ..adam import Fold
-from ..adam.triton import fold_tile, tile_arguments
+from ..adam.triton import put_arguments, put_tile
 from ..gemm_square.triton import round_tf32
 from ..launch import Launch, Tiles, cdiv, next_power_of_2
 from .torch import Geometry
@@ -108,8 +108,7 @@ def _conv_square(
         # A tap's offset as whole strides and what is left; the padding is added first, so that all are positive.
         oy, ox = (dy + SY * PY) % SY, (dx + SX * PX) % SX
         sy, sx = (dy + SY * PY) // SY - PY, (dx + SX * PX) // SX - PX
-    total = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM, BN), tl.float32)
+    total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     for k in tl.range(first, last, flatten=True):
         product = tl.zeros((BM, BN), tl.float32)
         for step in tl.range(begin, end):
@@ -153,10 +152,20 @@ def _conv_square(
     if SPLIT:
         here = partial + (piece * rest + tile).to(tl.int64) * (BM * BN)
         tl.store(here + tl.arange(0, BM)[:, None] * BN + across[None, :], total)
+    elif partial is None:  # no tile is cut
+        _deliver(
+            total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
+            CI, KH, KW, BM, BN, FLAT, INTO,
+        )  # fmt: skip
+    elif last - first < KAPPA:  # the sums of a piece stay in the workspace
+        here = partial + (piece * rest + tile - whole).to(tl.int64) * (2 * BM * BN)
+        here += tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        tl.store(here, total)
+        tl.store(here + BM * BN, squares)
     else:
-        _leave(
-            total, squares, tile, piece, last - first < KAPPA, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-            slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, FLAT, INTO,
+        _deliver(
+            total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
+            CI, KH, KW, BM, BN, FLAT, INTO,
         )  # fmt: skip
 
 
@@ -164,32 +173,6 @@ def _conv_square(
 def _below(i, size: tl.constexpr):
     """0 ≤ i < size, in one comparison."""
     return i.to(tl.uint32, bitcast=True) < size
-
-
-@triton.jit
-def _leave(
-    total, squares, tile, piece, cut, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-    slots, count, keep1, keep2, gain1, gain2, limit,
-    CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, FLAT: tl.constexpr, INTO: tl.constexpr,
-):  # fmt: skip
-    """Leave the sums of a piece in the workspace, those of a whole tile where they belong."""
-    if partial is not None:  # None when no tile is cut, which is known at compile time
-        if cut:
-            here = partial + (piece * rest + tile - whole).to(tl.int64) * (2 * BM * BN)
-            here += tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-            tl.store(here, total)
-            tl.store(here + BM * BN, squares)
-        else:
-            _deliver(
-                total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
-                CI, KH, KW, BM, BN, FLAT, INTO,
-            )  # fmt: skip
-    else:
-        _deliver(
-            total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
-            CI, KH, KW, BM, BN, FLAT, INTO,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -204,11 +187,7 @@ def _deliver(
     rm = m + tl.arange(0, BM)
     at = (j * CO + rm)[:, None] * s0 + (channels * s1 + taps // KW * s2 + taps % KW * s3)[None, :]
     mask = (rm < CO)[:, None] & exists[None, :]
-    if INTO:
-        fold_tile(D + at, S + at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit)
-    else:
-        tl.store(D + at, total, mask=mask)
-        tl.store(S + at, squares, mask=mask)
+    put_tile(D + at, S + at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
 
 
 @triton.jit
@@ -224,8 +203,7 @@ def _finish(
     e = tl.program_id(1) * E + tl.arange(0, E)
     rm, rn = m + e // BN, n + e % BN
     taps, channels, exists = _columns(rn, tap, CI, KH * KW, FLAT)
-    total = tl.zeros((E,), tl.float32)
-    squares = tl.zeros((E,), tl.float32)
+    total, squares = tl.zeros((E,), tl.float32), tl.zeros((E,), tl.float32)
     if SPLIT:  # products of parts of groups: squared when they are those of groups
         for first in range(0, KAPPA, K):
             k = first + tl.arange(0, K)
@@ -252,9 +230,9 @@ def _finish(
     at = (j * CO + rm) * s0 + channels * s1 + taps // KW * s2 + taps % KW * s3
     mask = (rm < CO) & exists
     if INTO:
-        fold_tile(
+        put_tile(
             (D + at)[None, :], (S + at)[None, :], total[None, :], squares[None, :], mask[None, :],
-            slots, count, keep1, keep2, gain1, gain2, limit,
+            slots, count, keep1, keep2, gain1, gain2, limit, INTO,
         )  # fmt: skip
     else:
         tl.store(D + at, total, mask=mask)
@@ -286,10 +264,10 @@ def implicit(task: Task) -> None:
     if p is None:
         p = _known[key] = ConvLaunches(task)
     partial = None if p.partial is None else torch.empty(p.partial, device=G.device)
-    fold = tile_arguments(into)
+    fold = put_arguments(into)
     start, finish = p.launches(D.stride(), c is not None, into is not None)
     g, x = G if p.of_g is None else p.of_g.of(G), X if p.of_x is None else p.of_x.of(X)
-    start(g, x, c, D, S, partial, *(tile_arguments(None) if p.split else fold))
+    start(g, x, c, D, S, partial, *(put_arguments(None) if p.split else fold))
     if finish is not None:
         finish(partial, c, D, S, *fold)
 
@@ -312,15 +290,10 @@ class ConvLaunches:
         flat = inner < config.bn
         columns = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
         tiles = geo.groups * cdiv(out, config.bm) * columns
-        loads = [
-            chip.of(G.device).tile_loads
-            and t.shape[1] // geo.groups * t.element_size() % 16 == 0
-            and t.data_ptr() % 16 == 0
-            for t in (G, X)
-        ]
-        load = None
-        if config.boxes and all(loads) and not flat and boxed(geo, X):
-            load = box(config.bk, images, high, across)
+        odd = [t.shape[1] // geo.groups * t.element_size() % 16 or t.data_ptr() % 16 for t in (G, X)]  # bytes
+        loads = [chip.of(G.device).tile_loads and not rest for rest in odd]
+        fits = config.boxes and all(loads) and not flat and boxed(geo, X)
+        load = box(config.bk, images, high, across) if fits else None
         steps = cdiv(rows, config.bk)
         self.of_g: Tiles | None = None  # how G and X are loaded; None: by address
         self.of_x: Tiles | None = None
@@ -331,10 +304,9 @@ class ConvLaunches:
             sy, sx = geo.stride
             strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
             self.of_x = Tiles(strided, [*by[:2], 1, by[2], config.bn])
-        if strips:
-            self.of_g = Tiles(G.permute(0, 2, 3, 1).flatten(0, 1), [1, config.bk, config.bm])
-        elif loads[0]:
-            self.of_g = Tiles(G.permute(0, 2, 3, 1).view(kappa, rows, -1), [1, config.bk, config.bm])
+        if loads[0]:
+            g = G.permute(0, 2, 3, 1)
+            self.of_g = Tiles(g.flatten(0, 1) if strips else g.view(kappa, rows, -1), [1, config.bk, config.bm])
         whole, size, parts = divide(tiles, kappa, rows, config, chip.of(G.device).multiprocessors)
         rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
         if split:
@@ -351,10 +323,8 @@ class ConvLaunches:
             "R": rows, "IMAGES": images, "STEPS": steps, "GW": G.shape[1], "size": size,
             "XW": wide, "H": height, "W": width, "HO": high, "WO": across,
             "SY": geo.stride[0], "SX": geo.stride[1], "PY": geo.padding[0], "PX": geo.padding[1],
-            "DY": geo.dilation[0], "DX": geo.dilation[1],
-            "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips,
-            "DESCRIPTORS": loads[0], "BOXES": load is not None,
-            "num_warps": config.warps,
+            "DY": geo.dilation[0], "DX": geo.dilation[1], "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2],
+            "STRIPS": strips, "DESCRIPTORS": loads[0], "BOXES": load is not None, "num_warps": config.warps,
             "num_stages": chip.stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
         }  # fmt: skip
         at_once = min(32, next_power_of_2(max(1, parts)))
@@ -367,8 +337,7 @@ class ConvLaunches:
         precision = chip.precision(self.device, torch.backends.cudnn.allow_tf32)
         key = (strides, weighted, into, precision)
         if key not in self.found:
-            common = self.common | dict(zip(("s0", "s1", "s2", "s3"), strides, strict=True))
-            common["HAS_C"] = weighted
+            common = self.common | dict(zip(("s0", "s1", "s2", "s3"), strides, strict=True)) | {"HAS_C": weighted}
             start = Launch(
                 _conv_square, self.grids[0], **common, **self.taps, INTO=into and not self.split, PRECISION=precision
             )

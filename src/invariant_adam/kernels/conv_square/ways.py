@@ -15,7 +15,7 @@ shape and the chip: `tuning` measures the `candidates` and keeps the best; unmea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,13 +37,9 @@ UNFOLDED_BYTES = 512 << 20
 
 def serves(G: Tensor, X: Tensor, geo: Geometry) -> bool:
     """Whether there are other ways than the library's: 2-d, not transposed, at most 32 bits a number and 2³¹ pixels."""
-    return (
-        len(geo.stride) == 2
-        and not geo.transposed
-        and G.dtype in FLOATS
-        and max(t.numel() // t.shape[2] for t in (G, X)) < 1 << 31
-        and G.numel() > 0
-    )
+    if len(geo.stride) != 2 or geo.transposed or G.dtype not in FLOATS or not G.numel():
+        return False
+    return max(t.numel() // t.shape[2] for t in (G, X)) < 1 << 31
 
 
 def conv_square(
@@ -86,8 +82,7 @@ def _packed(task: Task) -> None:
     d, s = pair.movedim(3, 2)[..., None]
     implicit(task._replace(X=packed_input(task.X, geo, task.G.shape[3]), geo=rows, D=d, S=s))
     taps = pair.unflatten(3, (-1, _pixel(geo)))[..., : geo.weight[3], : geo.weight[1]]  # (2, O, KH, KW, I)
-    task.D.copy_(taps[0].movedim(3, 1))
-    task.S.copy_(taps[1].movedim(3, 1))
+    _copy(task, taps.movedim(4, 2))
 
 
 def _merged(task: Task) -> None:
@@ -97,8 +92,7 @@ def _merged(task: Task) -> None:
     implicit(task._replace(geo=geo, D=pair[0], S=pair[1]))
     blocks = pair.unflatten(2, (many, -1)).unflatten(1, (geo.groups, many, -1))  # (2, groups, many, O, many, I, ...)
     wanted = blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)
-    task.D.copy_(wanted[0].reshape(task.geo.weight))
-    task.S.copy_(wanted[1].reshape(task.geo.weight))
+    _copy(task, (t.reshape(task.geo.weight) for t in wanted))
 
 
 def _unfold(task: Task) -> None:
@@ -114,7 +108,11 @@ def _product(task: Task) -> None:
         assert products.fused is not None
         products.fused.gemm_square(g, x, task.c, into=task.into._replace(exp_avg=d, exp_avg_sq=s))
         return
-    for result, made in zip((d, s), products.gemm_square(g, x, task.c), strict=True):
+    _copy(task._replace(D=d, S=s), products.gemm_square(g, x, task.c))
+
+
+def _copy(task: Task, pair: Iterable[Tensor]) -> None:
+    for result, made in zip((task.D, task.S), pair, strict=True):
         result.copy_(made)
 
 
@@ -159,12 +157,12 @@ def one_tap(geo: Geometry) -> Geometry:
 
 
 def as_matrix(t: Tensor, geo: Geometry) -> Tensor:
-    """The weight's gradient (O, I, KH, KW) as (O, columns), a view: in the order that it has in memory."""
+    """The weight's gradient (O, I, KH, KW) as a view (O, columns), in the order of its memory."""
     return (t.permute(0, 2, 3, 1) if geo.channels_last else t).view(t.shape[0], -1)
 
 
 def matrices(task: Task) -> tuple[Tensor, Tensor]:
-    """G (κ, R, O) and the unfolded X (κ, R, columns), whose columns are `as_matrix`'s and what fills up 16 bytes."""
+    """G (κ, R, O) and the unfolded X (κ, R, columns): the columns of `as_matrix`, and zeros up to 16 bytes."""
     G, X, geo, kappa = task[:4]
     _, kh, kw = geo.weight[1:]
     (height, width), (sy, sx), (dy, dx) = G.shape[2:], geo.stride, geo.dilation
@@ -197,8 +195,7 @@ def sides(height: int, width: int) -> tuple[int, int]:
 
 def packed(geo: Geometry) -> Geometry:
     """The convolution by columns of taps, (KH, 1), that is left when the taps of each row have become channels."""
-    width = (geo.weight[3] + geo.weight[3] % 2) * _pixel(geo)
-    weight = (geo.weight[0], width, geo.weight[2], 1)
+    weight = (geo.weight[0], (geo.weight[3] + geo.weight[3] % 2) * _pixel(geo), geo.weight[2], 1)
     stride, padding, dilation = (geo.stride[0], 1), (geo.padding[0], 0), (geo.dilation[0], 1)
     return Geometry(weight, stride, padding, dilation, False, (0, 0), 1)
 
@@ -206,7 +203,7 @@ def packed(geo: Geometry) -> Geometry:
 def packed_input(X: Tensor, geo: Geometry, out: int) -> Tensor:
     """X for `packed`, (N, stride·channels, H, W/stride): with padded sides and pixels of a power of two of channels.
 
-    Its pixel x is where output position x begins to look; the channels that it lacks are the next pixels'.
+    Output position x begins to look at its pixel x; the channels that a pixel lacks are the next pixels'.
     """
     stride = geo.stride[1]
     wide = cdiv(stride * (out - 1) + geo.weight[3] + geo.weight[3] % 2, stride)
@@ -235,7 +232,7 @@ def _pixel(geo: Geometry) -> int:
 
 # --------------------------------------------------------------------------- which one is taken
 
-# What `best` looks at -> its configuration: what a layer asks for in every update.
+# What `best` looks at -> its configuration, which a layer needs in every update.
 _configs: dict[tuple[Any, ...], ConvConfig] = {}
 
 
@@ -244,16 +241,11 @@ def best(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> ConvCo
     key = (geo, G.shape, X.shape, G.dtype, G.device, _switches(G.dtype))
     if key not in _configs:
         first, *others = candidates(G, X, geo)
-        sizes = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation)
-        found = tuning.best(
-            "conv_square",
-            (*sizes, *X.shape[3:], G.shape[1], G.shape[0], int(geo.channels_last), str(G.dtype), *_switches(G.dtype)),
-            G.device,
-            first,
-            lambda: others,
-            lambda config: conv_square(G, X, geo, c, config=config),
+        sizes = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation, *X.shape[3:], *G.shape[1::-1])
+        shape = (*sizes, int(geo.channels_last), str(G.dtype), *_switches(G.dtype))
+        _configs[key] = tuning.best(
+            "conv_square", shape, G.device, first, lambda: others, lambda how: conv_square(G, X, geo, c, config=how)
         )
-        _configs[key] = found
     return _configs[key]
 
 
@@ -265,10 +257,7 @@ def _switches(dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[ConvConfig]:
-    """Every way of these operands, (κ, m, C, H, W), each with what may be its best configuration.
-
-    The first is the one to take unmeasured.
-    """
+    """Every way of these operands, (κ, m, C, H, W), with what may be its best; unmeasured, the first is taken."""
     if is_depthwise(geo):
         ways = {"implicit": [ConvConfig()]}
     elif has_one_tap(geo):
@@ -300,11 +289,11 @@ def _of_taps(G: Tensor, X: Tensor, geo: Geometry) -> dict[str, list[ConvConfig]]
 def _of_one_tap(G: Tensor, geo: Geometry) -> dict[str, list[ConvConfig]]:
     rows, switches = _rows(G), _switches(G.dtype)
     ways = {"unfold": tiles(one_tap(geo), (1, 1, rows), G.dtype)}
-    if switches != (0, 1):  # `gemm_square` goes by the second, and would be too coarse
+    if switches != (0, 1):  # `gemm_square` goes by the second: too coarse
         product = {"product": [ConvConfig()]}
         blocks = G.shape[0] * cdiv(geo.weight[0], 128) * cdiv(geo.weight[1], 128)
-        few = rows >= 1024 and blocks < chip.of(G.device).multiprocessors  # `gemm_square` takes no groups apart
-        finer = switches == (1, 0) and rows >= 16  # than need be, and slower
+        few = rows >= 1024 and blocks < chip.of(G.device).multiprocessors  # `gemm_square` cuts no groups
+        finer = switches == (1, 0) and rows >= 16  # than it need be, and slower
         ways = ways | product if few or finer else product | ways
     if geo.stride != (1, 1):
         ways = {"implicit": tiles(geo, (G.shape[1], *G.shape[3:]), G.dtype)} | ways
@@ -339,17 +328,10 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
     return found
 
 
-# --------------------------------------------------------------------------- for compiled graphs
-
-
-def _shapes(G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
-    return pair_of(G, weight, channels_last=rest[-1])
-
-
 @operator(
     "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, int groups, "
     "bool channels_last) -> (Tensor, Tensor)",
-    _shapes,
+    lambda G, X, c, weight, *rest: pair_of(G, weight, channels_last=rest[-1]),
 )
 def conv_square_op(
     G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], stride: list[int], padding: list[int],

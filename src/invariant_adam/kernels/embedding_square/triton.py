@@ -49,14 +49,12 @@ def _weight(C, group):
 
 
 @triton.jit
-def _walk(
-    G, C, tokens, order, D, S, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr
-):  # fmt: skip
-    """One chunk of some columns. What began in an earlier chunk or goes on in the next one is left behind:
+def _walk(G, C, tokens, order, D, S, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr):
+    """Sum one chunk of some columns. What began in an earlier chunk, or goes on in the next, is left behind.
 
     lead (chunks, W): the sum of a segment that began earlier; trail (chunks, W): of one that begins here and goes on.
-    runs (chunks, 2, 2, W): total and squares of the segments of a run that began earlier, and of one that begins here
-    and goes on; without lead and trail.
+    runs (chunks, 2, 2, W): total and squares of the segments of a run that began earlier, then of one that begins here
+    and goes on; lead and trail are not in them.
     """
     chunk = tl.program_id(0)
     first = chunk * CHUNK
@@ -69,9 +67,7 @@ def _walk(
     # Where the run and the segment began; first − 1 stands for any place before.
     run = first - (earlier == token).to(tl.int32)
     segment = first - ((earlier == token) & (other == group)).to(tl.int32)
-    part = tl.zeros((BW,), tl.float32)
-    total = tl.zeros((BW,), tl.float32)
-    squares = tl.zeros((BW,), tl.float32)
+    part, total, squares = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
     row = _row(G, order, first, w, W)
     for step in range(end - first):
         i = first + step
@@ -94,8 +90,7 @@ def _walk(
                 at = token.to(tl.int64) * W + w
                 tl.store(D + at, total, mask=inside)
                 tl.store(S + at, squares, mask=inside)
-            total = tl.zeros((BW,), tl.float32)
-            squares = tl.zeros((BW,), tl.float32)
+            total, squares = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
             run = i + 1
         token, group, row = after, other, next_row
     if run < end:  # it goes on
@@ -113,7 +108,7 @@ def _walk(
 def _join(
     C, tokens, order, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Complete the segment that begins in this chunk, not the last, and goes on; add it to its run here."""
+    """Complete the segment that begins in this chunk (not the last) and goes on; add it to its run here."""
     chunk = tl.program_id(0)
     token, group = _place(tokens, order, chunk * CHUNK + CHUNK - 1, N, R)
     after, next_group = _place(tokens, order, chunk * CHUNK + CHUNK, N, R)
@@ -139,10 +134,8 @@ def _join(
 
 
 @triton.jit
-def _finish(
-    tokens, D, S, runs, N, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
-    """Complete the run that begins in this chunk, not the last, and goes on."""
+def _finish(tokens, D, S, runs, N, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr):
+    """Complete the run that begins in this chunk (not the last) and goes on."""
     chunk = tl.program_id(0)
     first, end = chunk * CHUNK, chunk * CHUNK + CHUNK
     token, after = tl.load(tokens + end - 1), tl.load(tokens + end)

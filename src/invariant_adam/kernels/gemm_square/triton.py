@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import chip, tuning
 from ..adam import Fold
-from ..adam.triton import fold_tile, tile_arguments
+from ..adam.triton import put_arguments, put_tile
 from ..launch import Launch, Tiles, cdiv
 from ..ops import FLOATS, operator, pair_of
 
@@ -59,8 +59,7 @@ def _gemm_square(
     m = (BAND * band + tile % (BAND * across) % height) * BM
     n = (tile % (BAND * across) // height) * BN
     rm, rn, rk = m + tl.arange(0, BM), n + tl.arange(0, BN), tl.arange(0, BK)
-    total = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM, BN), tl.float32)
+    total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     for k in tl.range(first, last, flatten=True):
         product = tl.zeros((BM, BN), tl.float32)
         for r in tl.range(0, R, BK):
@@ -91,11 +90,7 @@ def _gemm_square(
                 total, squares, pieces, partial, arrived, tile, last - first, KAPPA, BM, BN
             )
     if complete:
-        if INTO:
-            fold_tile(D + at, S + at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit)
-        else:
-            tl.store(D + at, total, mask=inside)
-            tl.store(S + at, squares, mask=inside)
+        put_tile(D + at, S + at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
 
 
 @triton.jit
@@ -117,8 +112,7 @@ def _gather(total, squares, pieces, partial, arrived, tile, groups, KAPPA, BM: t
     seen = tl.atomic_add(arrived + tile, groups, sem="acq_rel") + groups
     complete = seen == KAPPA
     if complete:
-        total = tl.zeros((BM, BN), tl.float32)
-        squares = tl.zeros((BM, BN), tl.float32)
+        total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
         got = 0
         while got < KAPPA:
             there = partial + begin.to(tl.int64) * (2 * BM * BN) + place
@@ -146,11 +140,9 @@ def gemm_square(
     kappa, rows, m = G.shape
     n, device = X.shape[2], G.device
     shape = (kappa, rows, m, n, G.dtype, device)
-    p = _known.get(shape) if config is None else None
+    p = _known.get(shape) if config is None else gemm_launches(*shape, config)
     if p is None:
-        p = gemm_launches(*shape, config or _best(G, X, c))
-        if config is None:
-            _known[shape] = p
+        p = _known[shape] = gemm_launches(*shape, _best(G, X, c))
     partial = arrived = table = None
     if p.cut is not None:
         table = p.cut.table
@@ -171,7 +163,7 @@ def gemm_square(
         if not p.tiles_of:
             p.tiles_of.extend([Tiles(G, [1, p.config.bk, p.config.bm]), Tiles(X, [1, p.config.bk, p.config.bn])])
         operands = p.tiles_of[0].of(G), p.tiles_of[1].of(X)
-    launch(*operands, c, D, S, table, partial, arrived, *tile_arguments(into))
+    launch(*operands, c, D, S, table, partial, arrived, *put_arguments(into))
     return D, S
 
 
@@ -209,15 +201,11 @@ def gemm_launches(
 
 def _best(G: Tensor, X: Tensor, c: Tensor | None) -> GemmConfig:
     """The configuration that is best for these operands: see `tuning`."""
-    (kappa, rows, m), n = G.shape, X.shape[2]
+    (kappa, rows, m), n, dtype = G.shape, X.shape[2], G.dtype
     return tuning.best(
-        "gemm_square",
-        (m, n, rows, kappa, str(G.dtype)),
-        G.device,
-        choose(m, n, rows, G.dtype),
-        lambda: candidates(m, n, rows, G.dtype),
-        lambda config: gemm_square(G, X, c, config=config),
-    )
+        "gemm_square", (m, n, rows, kappa, str(dtype)), G.device, choose(m, n, rows, dtype),
+        lambda: candidates(m, n, rows, dtype), lambda config: gemm_square(G, X, c, config=config),
+    )  # fmt: skip
 
 
 gemm_square_op = operator(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch_norm.triton import RowLaunches, row_launches, spot
+from ..batch_norm.triton import RowLaunches, leave_sums, row_launches, spot
 from ..launch import Launch
 from ..ops import FLOATS
 
@@ -18,8 +18,7 @@ from ..ops import FLOATS
 def _sum_rows(G, X, mean, rstd, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ g x̂, where there is an X, and Σ g of a chunk; mean and rstd are per row."""
     k, c, first, end, piece = spot(tl.program_id(0), C, R, CHUNK, BC)
-    total = tl.zeros((BR, BC), tl.float32)
-    products = tl.zeros((BR, BC), tl.float32)
+    total, products = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
     for r in tl.range(first, end, BR):
         rows = r + tl.arange(0, BR)
         inside = (rows < end)[:, None] & (c < C)[None, :]
@@ -32,9 +31,7 @@ def _sum_rows(G, X, mean, rstd, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.c
             scale = tl.load(rstd + row, mask=rows < end, other=0.0).to(tl.float32)
             x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
             products += g * ((x - mu[:, None]) * scale[:, None])
-    here = partial + piece.to(tl.int64) * (2 * C) + c
-    tl.store(here, tl.sum(products, 0), mask=c < C)
-    tl.store(here + C, tl.sum(total, 0), mask=c < C)
+    leave_sums(partial, piece, c, C, products, total)
 
 
 def serves(G: Tensor) -> bool:
@@ -48,7 +45,7 @@ def norm_sums(
     """e and a (κ, 2, C) and their pairs (4, C), in float32."""
     kappa = G.shape[0]
     p, sum_rows = _launches(G.shape[2], G.numel(), kappa, G.device)
-    partial, each, pairs = p.partial(), p.empty(kappa, 2), p.empty(4)
+    partial, each, pairs = p.empty(kappa, p.chunks, 2), p.empty(kappa, 2), p.empty(4)
     mean, rstd = (None if t is None else t.contiguous() for t in (mean, rstd))
     sum_rows(G, X, mean, rstd, partial)
     p.finish_gradients(partial, None if c is None else c.to(torch.float32), each, pairs)
