@@ -103,20 +103,21 @@ def _fold_scalars(slots, keep1, keep2, gain1, gain2):
 
 @triton.jit
 def put_tile(
-    D, S, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO: tl.constexpr
+    D, S, at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO: tl.constexpr
 ):  # fmt: skip
     """Store the sums of a tile, or fold them into the moments D and S; what is not finite is left out and counted."""
     if INTO:
+        m, v = D + at, S + at
         keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
         good = (tl.abs(total) < limit) & (tl.abs(squares) < limit * limit)  # NaN is not below anything
-        tl.store(D, keep1 * tl.load(D, mask=inside) + gain1 * tl.where(good, total, 0.0), mask=inside)
-        tl.store(S, keep2 * tl.load(S, mask=inside) + gain2 * tl.where(good, squares, 0.0), mask=inside)
+        tl.store(m, keep1 * tl.load(m, mask=inside) + gain1 * tl.where(good, total, 0.0), mask=inside)
+        tl.store(v, keep2 * tl.load(v, mask=inside) + gain2 * tl.where(good, squares, 0.0), mask=inside)
         bad = tl.sum(tl.sum((inside & (good == 0)).to(tl.int32), 1), 0)
         if bad > 0:
             tl.atomic_add(count, bad.to(tl.int64))
     else:
-        tl.store(D, total, mask=inside)
-        tl.store(S, squares, mask=inside)
+        tl.store(D + at, total, mask=inside)
+        tl.store(S + at, squares, mask=inside)
 
 
 def put_arguments(into: Fold | None) -> tuple[Any, ...]:

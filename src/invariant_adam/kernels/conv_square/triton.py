@@ -187,7 +187,7 @@ def _deliver(
     rm = m + tl.arange(0, BM)
     at = (j * CO + rm)[:, None] * s0 + (channels * s1 + taps // KW * s2 + taps % KW * s3)[None, :]
     mask = (rm < CO)[:, None] & exists[None, :]
-    put_tile(D + at, S + at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
+    put_tile(D, S, at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def _finish(
     mask = (rm < CO) & exists
     if INTO:
         put_tile(
-            (D + at)[None, :], (S + at)[None, :], total[None, :], squares[None, :], mask[None, :],
+            D, S, at[None, :], total[None, :], squares[None, :], mask[None, :],
             slots, count, keep1, keep2, gain1, gain2, limit, INTO,
         )  # fmt: skip
     else:

@@ -90,7 +90,7 @@ def _gemm_square(
                 total, squares, pieces, partial, arrived, tile, last - first, KAPPA, BM, BN
             )
     if complete:
-        put_tile(D + at, S + at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
+        put_tile(D, S, at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
 
 
 @triton.jit
