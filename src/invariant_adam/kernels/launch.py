@@ -45,7 +45,7 @@ class Launch:
 
     def __call__(self, *args: Any) -> None:
         """Start the kernel on the current stream of the first argument's device; that is a tensor, or its tiles."""
-        # The last: a part of a model may be on another GPU, and be stepped from here.
+        # The third is true for a part of a model on another GPU that is stepped from here.
         if not self.direct or _watched() or _home(args) != (device := driver.active.get_current_device()):
             self._by_triton(args)
             return

@@ -31,7 +31,7 @@ class Fold(NamedTuple):
     exp_avg_sq: Tensor
     keep: Factors
     gain: Factors
-    count: Tensor  # type: ignore[assignment]  # where elements are counted that are left out: they are not finite
+    count: Tensor  # type: ignore[assignment]  # counts the elements that are left out because they are not finite
     slots: Tensor | None = None  # keep and gain on the device, in place of the floats
     grad: Tensor | None = None  # None: the kernel that makes the gradient folds it as it goes
     square: Tensor | None = None  # what stands for g²; None: g is squared
