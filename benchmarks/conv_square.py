@@ -2,12 +2,12 @@
 
     PYTHONPATH=src python benchmarks/conv_square.py --json benchmarks/results/conv_square_h200.json
 
-ResNet-18 on 32×32 (B=800, M=25) and ResNet-50 on 224×224 (B=64, M=8), or with `--model grouped` convolutions in
-channel groups and depthwise ones on 224×224 (B=64, M=8); bfloat16, channels last, random operands, the
-cache flushed before each run, medians. Each convolution is tuned first, over all its ways (see `conv_ways`), for this
-run alone unless INVARIANT_ADAM_CACHE names a folder; the row says which way won, and what the others cost. Batch norm
-is timed forward and backward. Errors are checked against the library's gradients of the groups. The file is written
-after each row.
+ResNet-18 on 32×32 (B=800, M=25) and ResNet-50 on 224×224 (B=64, M=8), or with `--model grouped` convolutions in channel
+groups and depthwise ones on 224×224 (B=64, M=8); bfloat16, channels last, random operands, the cache flushed before
+each run, medians. Each convolution is tuned first, over all its ways (`kernels/conv_square/ways.py`), for this run
+alone unless INVARIANT_ADAM_CACHE names a folder; the row says which way won, and what the others cost. Batch norm is
+timed forward and backward. Errors are checked against the library's gradients of the groups. The file is written after
+each row.
 
 Most of the time would go into compiling: processes (`--jobs`) do that beforehand, side by side.
 """
@@ -26,11 +26,10 @@ from pathlib import Path
 
 import torch
 
-from invariant_adam.kernels import batch_norm_triton as norm
-from invariant_adam.kernels import conv_ways as ways
 from invariant_adam.kernels import tuning
 from invariant_adam.kernels.batch_norm import running
-from invariant_adam.kernels.conv_square import Geometry, conv_backward
+from invariant_adam.kernels.batch_norm import triton as norm
+from invariant_adam.kernels.conv_square import Geometry, conv_backward, ways
 from invariant_adam_lab import record
 from invariant_adam_lab.bench import timing
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from invariant_adam.kernels import embedding_square as plain
-from invariant_adam.kernels import embedding_square_triton as fused
+from invariant_adam.kernels.embedding_square import triton as fused
 from invariant_adam_lab.bench import timing
 
 KAPPA, PLACES, ROWS, WIDTH = 32, 1024, 50304, 768

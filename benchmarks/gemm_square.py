@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from invariant_adam.kernels.gemm_square_triton import candidates, choose, gemm_square
+from invariant_adam.kernels.gemm_square.triton import candidates, choose, gemm_square
 from invariant_adam_lab import record
 from invariant_adam_lab.bench import timing
 

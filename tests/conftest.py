@@ -9,7 +9,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels run on the CPU, slowly; before they are imported
 
-collect_ignore = ["compile_for_chip.py"]  # a script, for a process where nothing is interpreted
+collect_ignore = ["kernels/compile_for_chip.py"]  # a script, for a process where nothing is interpreted
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("default")

@@ -15,7 +15,7 @@ from invariant_adam.fold import queue
 from invariant_adam.kernels import adam as kernels
 
 try:
-    from invariant_adam.kernels import adam_triton
+    from invariant_adam.kernels.adam import triton as adam_triton
 except ImportError:
     adam_triton = None
 
@@ -392,9 +392,9 @@ def test_tables_of_a_capture_are_its_own():
     model, opt, _ = make(torch.float32, 1, False)
     shelf = graphs._Shelf(opt)
     with shelf.standing():
-        assert adam_triton.shelf is not None
+        assert adam_triton.room_for is not None
         tables, n = adam_triton._tables(list(model.ws), list(model.ws))
-    assert adam_triton.shelf is None
+    assert adam_triton.room_for is None
     shelf.fill()
     expected, m = adam_triton._tables(list(model.ws), list(model.ws))
     assert n == m == 3

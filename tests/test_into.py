@@ -93,7 +93,7 @@ def test_same_numbers_as_the_pair(make, compiled, options, passes):
 
 def test_products_fold_themselves(monkeypatch):
     """The kernel's own epilogue, on the GPU or interpreted: no product is left for anyone else to fold."""
-    twin = pytest.importorskip("invariant_adam.kernels.gemm_square_triton")
+    twin = pytest.importorskip("invariant_adam.kernels.gemm_square.triton")
     monkeypatch.setattr(kernels, "fused", twin)
     monkeypatch.setattr(kernels, "takes_fused", twin.serves)
     folded = []

@@ -392,15 +392,8 @@ class _Shelf:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        triton: Any = kernels._triton()
-        if triton is None:
+        with kernels.tables_on(self._place):
             yield
-            return
-        triton.shelf = self._place
-        try:
-            yield
-        finally:
-            triton.shelf = None
 
     def _place(self, table: Tensor, device: torch.device) -> Tensor:
         size = table.numel() * table.element_size()

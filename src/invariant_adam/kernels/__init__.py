@@ -1,1 +1,24 @@
-"""The arithmetic over tensors: each kernel has a plain-torch twin of the same signature."""
+"""The arithmetic over tensors, a folder for each kernel.
+
+`torch.py` runs everywhere; `triton.py` has the same functions for a GPU; `__init__.py` chooses between them. Inside
+such a package the name `torch` is its own module, so an `__init__.py` imports what it needs of torch by name.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+
+def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> ModuleType | None:
+    """Return a module of a kernel's package that needs Triton; None where there is no Triton, or no GPU.
+
+    With `anywhere`, it needs no GPU.
+    """
+    if anywhere or torch.cuda.is_available():
+        with suppress(ImportError):
+            return import_module(f"{package}.{module}")
+    return None

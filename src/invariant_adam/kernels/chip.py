@@ -9,13 +9,13 @@ import torch
 
 
 class Chip(NamedTuple):
-    """What differs between chips, as far as kernels are launched differently."""
+    """What launches depend on."""
 
     multiprocessors: int  # blocks that run at once where each fills one
     shared_memory: int  # bytes that a block may have
     tile_loads: bool  # whether the hardware loads tiles by descriptor: NVIDIA's from Hopper on
     tf32: bool  # whether it multiplies float32 in tf32: NVIDIA's from Ampere on
-    publishes: bool  # whether an atomic after a barrier tells others of all that its block has stored: NVIDIA's
+    publishes: bool  # whether others see all that a block stored before a barrier and an atomic: NVIDIA's
 
 
 @lru_cache
@@ -26,7 +26,7 @@ def of(device: torch.device) -> Chip:
     found = torch.cuda.get_device_properties(device)
     # ROCm's devices are "cuda" too, with numbers of their own in place of NVIDIA's compute capability: an MI300 is 9.4.
     capability = (0, 0) if torch.version.hip else (found.major, found.minor)
-    memory = getattr(found, "shared_memory_per_block_optin", 0) or getattr(found, "shared_memory_per_block", 48 << 10)
+    memory = getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
     return Chip(found.multi_processor_count, memory, capability >= (9, 0), capability >= (8, 0), capability > (0, 0))
 
 
@@ -38,8 +38,8 @@ def precision(device: torch.device, tf32: bool) -> str:
 def stages(device: torch.device, stage_bytes: int, wanted: int) -> int:
     """As many pipeline stages as fit into shared memory.
 
-    Tensor cores older than Hopper's, and AMD's, multiply from registers: one stage has left shared memory for them, so
-    that two take no more of it than one.
+    Tensor cores older than Hopper's, and AMD's, multiply from registers: there one stage has left shared memory, and
+    two take no more of it than one.
     """
     here = of(device)
     return max(1 if here.tile_loads else 2, min(wanted, (here.shared_memory - 1024) // stage_bytes))

@@ -1,4 +1,4 @@
-"""Launches that cost the host little: the kernels of a layer run for microseconds, and so must what starts them."""
+"""Launches that cost the host little: a layer's kernels run for microseconds, and so must their start."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from triton.runtime import JITFunction, driver
 if os.environ.get("INVARIANT_ADAM_TRITON") == "0":  # all modules of kernels import this one
     raise ImportError("INVARIANT_ADAM_TRITON=0 leaves Triton's kernels out: plain torch takes their place")
 
-# The versions whose compiled kernels are started as `Launch` does it; with others Triton starts them itself. So it does
-# on AMD's chips, for which it also compiles by the size of the memory that a tensor is in: `kind` does not look at it.
+# The versions of Triton whose compiled kernels `Launch` starts; others start them themselves. So does Triton on AMD's
+# chips, where it compiles by the size of a tensor's memory too, which `kind` does not look at.
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10) and not torch.version.hip
 
 
 class Launch:
     """A kernel with its grid and all arguments but pointers and floats; a call gives those, in order, and starts it.
 
-    From all arguments of a launch Triton works out which compiled code they need (types, numbers that are 1 or
-    multiples of 16, aligned addresses, constants), every time, which takes longer than small kernels run. Here it does
-    so when the first launch of its kind comes. The kind is all that may differ between two calls: the device, and of
-    each argument its dtype and whether its address is a multiple of 16, or that it is a float, or its value.
+    At every launch Triton works out from all arguments which compiled code they need (types, numbers that are 1 or
+    multiples of 16, aligned addresses, constants), which takes longer than small kernels run. Here it does so once for
+    each kind of call. The kind is all that may differ between two calls: the device, and of each argument its dtype and
+    whether its address is a multiple of 16, or that it is a float, or its value.
 
     Args:
         kernel: a function made by `triton.jit`.
@@ -44,13 +44,9 @@ class Launch:
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, *args: Any) -> None:
-        """Start the kernel, on the current stream of the device where the first argument is: a tensor, or its tiles."""
-        if not self.direct or _watched():
-            self._by_triton(args)
-            return
-        active = driver.active
-        device = active.get_current_device()
-        if _home(args) != device:  # a part of a model on another GPU, stepped from here
+        """Start the kernel on the current stream of the first argument's device; that is a tensor, or its tiles."""
+        # The third is true for a part of a model on another GPU that is stepped from here.
+        if not self.direct or _watched() or _home(args) != (device := driver.active.get_current_device()):
             self._by_triton(args)
             return
         key, values = kind(args)
@@ -58,14 +54,14 @@ class Launch:
         found = self.compiled.get(known)
         if found is None:
             compiled = self._by_triton(args)
-            own = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks: nobody watches
+            own = (compiled.function, compiled.packed_metadata, None, None, None)  # nobody watches: no hooks
             self.compiled[known] = compiled.run, own, compiled
             return
         every = self.values.copy()
         for place, value in zip(self.places, values, strict=True):
             every[place] = value
         run, own, _ = found
-        run(*self.blocks, active.get_current_stream(device), *own, *every)
+        run(*self.blocks, driver.active.get_current_stream(device), *own, *every)
 
     def _by_triton(self, args: tuple[Any, ...]) -> Any:
         where = _home(args)
@@ -75,7 +71,7 @@ class Launch:
 
 
 def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-    """What Triton compiles by of some arguments, or more; and the arguments, addresses in place of tensors."""
+    """What Triton compiles by (or more), and the arguments with addresses in place of tensors."""
     key: list[Any] = []
     values: list[Any] = []
     for a in args:
@@ -100,13 +96,13 @@ def _home(args: tuple[Any, ...]) -> int:
 
 
 def _watched() -> bool:
-    """Whether someone, a profiler perhaps, has Triton call them at launches."""
+    """Whether Triton calls someone at launches, perhaps a profiler."""
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 class Tiles:
-    """How the hardware's tile loads see tensors of one shape and one place in memory.
+    """How the hardware's tile loads see tensors of one shape and strides.
 
     Args:
         tensor: one of them, its address a multiple of 16.
@@ -119,14 +115,14 @@ class Tiles:
         self.kind, self.fields = TensorDescriptor, vars(TensorDescriptor.from_tensor(tensor, block)) | {"base": None}
 
     def of(self, tensor: Tensor) -> Any:
-        """The descriptor of one of them, whose own shape does not matter: it gives the address."""
-        descriptor = object.__new__(self.kind)  # all that its __init__ would check has been checked
+        """The descriptor of one of them; only its address is asked for."""
+        descriptor = object.__new__(self.kind)  # what its __init__ checks has been checked
         descriptor.__dict__.update(self.fields, base=tensor)
         return descriptor
 
 
 def cdiv(a: int, b: int) -> int:
-    """⌈a/b⌉, for the host: Triton's own serves kernels too, and takes 5 µs a call.
+    """⌈a/b⌉ on the host, where Triton's own takes 5 µs a call.
 
     >>> cdiv(7, 3), cdiv(6, 3)
     (3, 2)

@@ -1,26 +1,27 @@
-"""Operators that `torch.compile` takes as they are: a kernel behind one hop of the dispatcher.
+"""Operators that `torch.compile` leaves in its graph: the dispatcher calls a plain function.
 
-`torch.library.custom_op` does the same with wrappers in Python around each call, which costs more than the call: a
-model of fifty layers waits milliseconds for them in every update. Here the dispatcher calls the plain function.
-No operator has a gradient: they are called from backwards and optimizers.
+`torch.library.custom_op` wraps each call in Python code that takes longer than the call: a model of fifty layers would
+wait milliseconds for it in every update. The operators have no gradient: backwards and optimizers call them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what Triton's kernels take
 _library = torch.library.Library("invariant_adam", "FRAGMENT")
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function an operator `torch.ops.invariant_adam.<name>`; what is returned calls it.
+    """Make a function the operator `torch.ops.invariant_adam.<name>`, and return the operator.
 
     Args:
-        schema: its name, arguments and results; what it writes to is marked, "Tensor(a!) x".
-        fake: the same arguments -> results of the right shape, dtype and layout, without values.
+        schema: name, arguments and results; arguments that are written to are marked: "Tensor(a!) x".
+        fake: takes the arguments, returns results of the right shape, dtype and layout, without values.
     """
     name = schema.partition("(")[0]
 
@@ -32,3 +33,11 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         return call
 
     return register
+
+
+def pair_of(like: Tensor, shape: Sequence[int], channels_last: bool = False) -> tuple[Tensor, Tensor]:
+    """Room for dW and S in float32, on the device of `like`."""
+    how: Any = {"dtype": torch.float32, "device": like.device}
+    if channels_last:
+        how["memory_format"] = torch.channels_last
+    return torch.empty(shape, **how), torch.empty(shape, **how)

@@ -1,6 +1,6 @@
-"""The ways to a convolution's weight gradient and square on a GPU, and which of them a convolution takes.
+"""The ways to a convolution's pair on a GPU, and which of them a convolution takes.
 
-    implicit  the implicit GEMM of `conv_square_triton`, or its sums of products for a depthwise convolution
+    implicit  the implicit GEMM of `triton`, or its sums of products for a depthwise convolution
     padded    the same on an output gradient with sides for tile loads, the next powers of two: see `box`
     packed    the same for few input channels: the taps of a row, neighbours in memory, become channels
     merged    the same for narrow channel groups, several as one: most products are not wanted, but fill the tiles
@@ -8,54 +8,44 @@
     product   the same matrices by `gemm_square`, for one tap
     library   the library's weight gradient of each group, squared and added up
 
-For one tap the matrices are the tensors themselves, or the pixels that a stride meets. Which way is best depends on the
-shape and the chip: `tuning` measures the `candidates` and keeps the best; where it has not, the first of them is taken.
+For one tap the matrices are the tensors themselves, or the pixels that a stride meets. The best way depends on the
+shape and the chip: `tuning` measures the `candidates` and keeps the best; unmeasured, the first of them is taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chip, tuning
-from . import gemm_square as products
-from .adam import Fold
-from .conv_square import Geometry, one_by_one
-from .conv_square_triton import Config, box, boxed, depthwise, implicit, pack
-from .launch import cdiv, next_power_of_2
-from .ops import operator
+from .. import chip, tuning
+from .. import gemm_square as products
+from ..adam import Fold
+from ..launch import cdiv, next_power_of_2
+from ..ops import FLOATS, operator, pair_of
+from .torch import Geometry, one_by_one
+from .triton import ConvConfig, Task, box, boxed, depthwise, implicit, pack
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Columns and bytes of unfolded inputs up to which that is tried: of wide inputs they cost more than the product.
+# Unfolded inputs are tried up to so many columns and bytes; wider ones cost more than the product.
 UNFOLDED_COLUMNS = 256
 UNFOLDED_BYTES = 512 << 20
 
 
 def serves(G: Tensor, X: Tensor, geo: Geometry) -> bool:
     """Whether there are other ways than the library's: 2-d, not transposed, at most 32 bits a number and 2³¹ pixels."""
-    return (
-        len(geo.stride) == 2
-        and not geo.transposed
-        and G.dtype in DTYPES
-        and max(t.numel() // t.shape[2] for t in (G, X)) < 1 << 31
-        and G.numel() > 0
-    )
+    if len(geo.stride) != 2 or geo.transposed or G.dtype not in FLOATS or not G.numel():
+        return False
+    return max(t.numel() // t.shape[2] for t in (G, X)) < 1 << 31
 
 
 def conv_square(
-    G: Tensor,
-    X: Tensor,
-    geo: Geometry,
-    c: Tensor | None = None,
-    *,
-    into: Fold | None = None,
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
+    G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None, *,
+    into: Fold | None = None, config: ConvConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dW and S in float32, of G (κ, m, O, H_out, W_out) and X (κ, m, I, H, W); c (κ,) weighs the squares.
 
     Both have the weight's shape, in memory as `geo.channels_last` says. With `into`, they are folded into its moments,
@@ -66,42 +56,22 @@ def conv_square(
     kappa = G.shape[0]
     G, X = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (G, X))
     c = None if c is None else c.to(torch.float32)
-    if into is None:
-        D, S = (_empty(geo.weight, geo.channels_last, G.device) for _ in range(2))
-    else:
-        D, S = into.exp_avg, into.exp_avg_sq
+    D, S = pair_of(G, geo.weight, geo.channels_last) if into is None else (into.exp_avg, into.exp_avg_sq)
     WAYS[config.way](Task(G, X, geo, kappa, c, config, D, S, into))
     return D, S
-
-
-class Task(NamedTuple):
-    """The arguments of `implicit`, which says what they are."""
-
-    G: Tensor
-    X: Tensor
-    geo: Geometry
-    kappa: int
-    c: Tensor | None
-    config: Config
-    D: Tensor
-    S: Tensor
-    into: Fold | None
 
 
 # --------------------------------------------------------------------------- the ways
 
 
 def _implicit(task: Task) -> None:
-    if is_depthwise(task.geo):
-        depthwise(task.G, task.X, task.geo, task.kappa, task.c, task.D, task.S)
-    else:
-        implicit(*task)
+    (depthwise if is_depthwise(task.geo) else implicit)(task)
 
 
 def _padded(task: Task) -> None:
     _, out, height, width = task.G.shape
     G = pack(task.G, *sides(height, width), out)
-    implicit(*task._replace(G=G.permute(0, 3, 1, 2)))
+    implicit(task._replace(G=G.permute(0, 3, 1, 2)))
 
 
 def _packed(task: Task) -> None:
@@ -110,27 +80,25 @@ def _packed(task: Task) -> None:
     out, width, height, _ = rows.weight
     pair = torch.empty(2, out, height, width, device=task.G.device)
     d, s = pair.movedim(3, 2)[..., None]
-    implicit(*task._replace(X=packed_input(task.X, geo, task.G.shape[3]), geo=rows, D=d, S=s))
+    implicit(task._replace(X=packed_input(task.X, geo, task.G.shape[3]), geo=rows, D=d, S=s))
     taps = pair.unflatten(3, (-1, _pixel(geo)))[..., : geo.weight[3], : geo.weight[1]]  # (2, O, KH, KW, I)
-    task.D.copy_(taps[0].movedim(3, 1))
-    task.S.copy_(taps[1].movedim(3, 1))
+    _copy(task, taps.movedim(4, 2))
 
 
 def _merged(task: Task) -> None:
     geo = merged(task.geo)
     many = task.geo.groups // geo.groups
     pair = torch.empty(2, *geo.weight, device=task.G.device)
-    implicit(*task._replace(geo=geo, D=pair[0], S=pair[1]))
+    implicit(task._replace(geo=geo, D=pair[0], S=pair[1]))
     blocks = pair.unflatten(2, (many, -1)).unflatten(1, (geo.groups, many, -1))  # (2, groups, many, O, many, I, ...)
     wanted = blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)
-    task.D.copy_(wanted[0].reshape(task.geo.weight))
-    task.S.copy_(wanted[1].reshape(task.geo.weight))
+    _copy(task, (t.reshape(task.geo.weight) for t in wanted))
 
 
 def _unfold(task: Task) -> None:
     g, x = (t[:, None].permute(0, 3, 1, 2) for t in matrices(task))  # images of one row, (κ, C, 1, R)
     d, s = (as_matrix(t, task.geo)[..., None, None] for t in (task.D, task.S))
-    implicit(*task._replace(G=g, X=x, geo=one_tap(task.geo), D=d, S=s))
+    implicit(task._replace(G=g, X=x, geo=one_tap(task.geo), D=d, S=s))
 
 
 def _product(task: Task) -> None:
@@ -140,7 +108,11 @@ def _product(task: Task) -> None:
         assert products.fused is not None
         products.fused.gemm_square(g, x, task.c, into=task.into._replace(exp_avg=d, exp_avg_sq=s))
         return
-    for result, made in zip((d, s), products.gemm_square(g, x, task.c), strict=True):
+    _copy(task._replace(D=d, S=s), products.gemm_square(g, x, task.c))
+
+
+def _copy(task: Task, pair: Iterable[Tensor]) -> None:
+    for result, made in zip((task.D, task.S), pair, strict=True):
         result.copy_(made)
 
 
@@ -150,18 +122,13 @@ def _library(task: Task) -> None:
 
 
 WAYS: dict[str, Callable[[Task], None]] = {
-    "implicit": _implicit,
-    "padded": _padded,
-    "packed": _packed,
-    "merged": _merged,
-    "unfold": _unfold,
-    "product": _product,
-    "library": _library,
-}
+    "implicit": _implicit, "padded": _padded, "packed": _packed, "merged": _merged, "unfold": _unfold,
+    "product": _product, "library": _library,
+}  # fmt: skip
 
 
-def folds(config: Config, G: Tensor, geo: Geometry, weight: Tensor) -> bool:
-    """Whether this way folds into moments that lie as `weight`; the pairs of others are folded when they are made."""
+def folds(config: ConvConfig, G: Tensor, geo: Geometry, weight: Tensor) -> bool:
+    """Whether this way folds into moments that lie as `weight`; a pair of the others is folded when it is made."""
     if config.way in ("implicit", "padded"):
         return not is_depthwise(geo)
     format = torch.channels_last if geo.channels_last else torch.contiguous_format
@@ -190,12 +157,12 @@ def one_tap(geo: Geometry) -> Geometry:
 
 
 def as_matrix(t: Tensor, geo: Geometry) -> Tensor:
-    """The weight's gradient (O, I, KH, KW) as (O, columns), a view: in the order that it has in memory."""
+    """The weight's gradient (O, I, KH, KW) as a view (O, columns), in the order of its memory."""
     return (t.permute(0, 2, 3, 1) if geo.channels_last else t).view(t.shape[0], -1)
 
 
 def matrices(task: Task) -> tuple[Tensor, Tensor]:
-    """G (κ, R, O) and the unfolded X (κ, R, columns), whose columns are `as_matrix`'s and what fills up 16 bytes."""
+    """G (κ, R, O) and the unfolded X (κ, R, columns): the columns of `as_matrix`, and zeros up to 16 bytes."""
     G, X, geo, kappa = task[:4]
     _, kh, kw = geo.weight[1:]
     (height, width), (sy, sx), (dy, dx) = G.shape[2:], geo.stride, geo.dilation
@@ -228,8 +195,7 @@ def sides(height: int, width: int) -> tuple[int, int]:
 
 def packed(geo: Geometry) -> Geometry:
     """The convolution by columns of taps, (KH, 1), that is left when the taps of each row have become channels."""
-    width = (geo.weight[3] + geo.weight[3] % 2) * _pixel(geo)
-    weight = (geo.weight[0], width, geo.weight[2], 1)
+    weight = (geo.weight[0], (geo.weight[3] + geo.weight[3] % 2) * _pixel(geo), geo.weight[2], 1)
     stride, padding, dilation = (geo.stride[0], 1), (geo.padding[0], 0), (geo.dilation[0], 1)
     return Geometry(weight, stride, padding, dilation, False, (0, 0), 1)
 
@@ -237,7 +203,7 @@ def packed(geo: Geometry) -> Geometry:
 def packed_input(X: Tensor, geo: Geometry, out: int) -> Tensor:
     """X for `packed`, (N, stride·channels, H, W/stride): with padded sides and pixels of a power of two of channels.
 
-    Its pixel x is where output position x begins to look; the channels that it lacks are the next pixels'.
+    Output position x begins to look at its pixel x; the channels that a pixel lacks are the next pixels'.
     """
     stride = geo.stride[1]
     wide = cdiv(stride * (out - 1) + geo.weight[3] + geo.weight[3] % 2, stride)
@@ -266,25 +232,20 @@ def _pixel(geo: Geometry) -> int:
 
 # --------------------------------------------------------------------------- which one is taken
 
-# What `best` looks at -> its configuration: what a layer asks for in every update.
-_configs: dict[tuple[Any, ...], Config] = {}
+# What `best` looks at -> its configuration, which a layer needs in every update.
+_configs: dict[tuple[Any, ...], ConvConfig] = {}
 
 
-def best(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> Config:
+def best(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> ConvConfig:
     """The way that is best for these operands, (κ, m, C, H, W), and its configuration: see `tuning`."""
     key = (geo, G.shape, X.shape, G.dtype, G.device, _switches(G.dtype))
     if key not in _configs:
         first, *others = candidates(G, X, geo)
-        sizes = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation)
-        found = tuning.best(
-            "conv_square",
-            (*sizes, *X.shape[3:], G.shape[1], G.shape[0], int(geo.channels_last), str(G.dtype), *_switches(G.dtype)),
-            G.device,
-            first,
-            lambda: others,
-            lambda config: conv_square(G, X, geo, c, config=config),
+        sizes = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation, *X.shape[3:], *G.shape[1::-1])
+        shape = (*sizes, int(geo.channels_last), str(G.dtype), *_switches(G.dtype))
+        _configs[key] = tuning.best(
+            "conv_square", shape, G.device, first, lambda: others, lambda how: conv_square(G, X, geo, c, config=how)
         )
-        _configs[key] = found
     return _configs[key]
 
 
@@ -295,24 +256,21 @@ def _switches(dtype: torch.dtype) -> tuple[int, ...]:
     return int(torch.backends.cudnn.allow_tf32), int(torch.backends.cuda.matmul.allow_tf32)
 
 
-def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[Config]:
-    """Every way of these operands, (κ, m, C, H, W), each with what may be its best configuration.
-
-    The first is the one to take unmeasured.
-    """
+def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[ConvConfig]:
+    """Every way of these operands, (κ, m, C, H, W), with what may be its best; unmeasured, the first is taken."""
     if is_depthwise(geo):
-        ways = {"implicit": [Config()]}
+        ways = {"implicit": [ConvConfig()]}
     elif has_one_tap(geo):
         ways = _of_one_tap(G, geo)
     else:
         ways = _of_taps(G, X, geo)
     if merged(geo) != geo and geo.groups > 1:
         ways["merged"] = tiles(merged(geo), (G.shape[1], *G.shape[3:]), G.dtype)
-    ways["library"] = [Config()]
+    ways["library"] = [ConvConfig()]
     return [config._replace(way=way) for way, configs in ways.items() for config in configs]
 
 
-def _of_taps(G: Tensor, X: Tensor, geo: Geometry) -> dict[str, list[Config]]:
+def _of_taps(G: Tensor, X: Tensor, geo: Geometry) -> dict[str, list[ConvConfig]]:
     kappa, images, _, height, width = G.shape
     places, inner, columns = (images, height, width), geo.weight[1], math.prod(geo.weight[1:])
     ways = {"implicit": tiles(geo, places, G.dtype)}
@@ -328,14 +286,14 @@ def _of_taps(G: Tensor, X: Tensor, geo: Geometry) -> dict[str, list[Config]]:
     return ways
 
 
-def _of_one_tap(G: Tensor, geo: Geometry) -> dict[str, list[Config]]:
+def _of_one_tap(G: Tensor, geo: Geometry) -> dict[str, list[ConvConfig]]:
     rows, switches = _rows(G), _switches(G.dtype)
     ways = {"unfold": tiles(one_tap(geo), (1, 1, rows), G.dtype)}
-    if switches != (0, 1):  # `gemm_square` goes by the second, and would be too coarse
-        product = {"product": [Config()]}
+    if switches != (0, 1):  # `gemm_square` goes by the second: too coarse
+        product = {"product": [ConvConfig()]}
         blocks = G.shape[0] * cdiv(geo.weight[0], 128) * cdiv(geo.weight[1], 128)
-        few = rows >= 1024 and blocks < chip.of(G.device).multiprocessors  # `gemm_square` takes no groups apart
-        finer = switches == (1, 0) and rows >= 16  # than need be, and slower
+        few = rows >= 1024 and blocks < chip.of(G.device).multiprocessors  # `gemm_square` cuts no groups
+        finer = switches == (1, 0) and rows >= 16  # than it need be, and slower
         ways = ways | product if few or finer else product | ways
     if geo.stride != (1, 1):
         ways = {"implicit": tiles(geo, (G.shape[1], *G.shape[3:]), G.dtype)} | ways
@@ -346,7 +304,7 @@ def _rows(G: Tensor) -> int:
     return G.shape[1] * G.shape[3] * G.shape[4]
 
 
-def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
+def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[ConvConfig]:
     """Configurations of `implicit`; `places`: the images of a group, the height and width of the output.
 
     No steps of 128 rows with three stages: they came out wrong on an H200.
@@ -360,7 +318,7 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
         bk = 32
     bm = 128 if out > 64 else max(16, next_power_of_2(out))
     bn = 128 if columns > (64 if inner >= 64 else 128) else 64
-    base = Config(bm, bn, bk, warps=8 if bm * bn > 64 * 128 else 4, stages=4)
+    base = ConvConfig(bm, bn, bk, warps=8 if bm * bn > 64 * 128 else 4, stages=4)
     shapes = [(m, n) for m in sorted({min(bm, 64), bm}) for n in sorted({64, bn})]
     found = [base, *(base._replace(bm=m, bn=n, warps=4) for m, n in shapes if (m, n) != (bm, bn))]
     if inner < 64 and columns > 128 and dtype != torch.float32:
@@ -370,35 +328,15 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
     return found
 
 
-# --------------------------------------------------------------------------- for compiled graphs
-
-
-def _empty(shape: tuple[int, ...], channels_last: bool, device: torch.device) -> Tensor:
-    format = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=torch.float32, device=device, memory_format=format)
-
-
-def _shapes(G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
-    channels_last: bool = rest[-1]
-    return _empty(tuple(weight), channels_last, G.device), _empty(tuple(weight), channels_last, G.device)
-
-
 @operator(
     "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, int groups, "
     "bool channels_last) -> (Tensor, Tensor)",
-    _shapes,
+    lambda G, X, c, weight, *rest: pair_of(G, weight, channels_last=rest[-1]),
 )
 def conv_square_op(
-    G: Tensor,
-    X: Tensor,
-    c: Tensor | None,
-    weight: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor]:
-    """`conv_square` as an operator that `torch.compile` takes as it is."""
+    G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, channels_last: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`conv_square` as an operator."""
     shape, taps = tuple(weight), (tuple(stride), tuple(padding), tuple(dilation))
     return conv_square(G, X, Geometry(shape, *taps, False, (0, 0), groups, channels_last), c)

@@ -19,8 +19,8 @@ from invariant_adam.kernels import conv_square as kernels
 from invariant_adam.kernels.adam import Fold
 from invariant_adam.kernels.conv_square import Geometry, conv_backward
 
-twin = pytest.importorskip("invariant_adam.kernels.conv_square_triton")
-ways = pytest.importorskip("invariant_adam.kernels.conv_ways")
+twin = pytest.importorskip("invariant_adam.kernels.conv_square.triton")
+ways = pytest.importorskip("invariant_adam.kernels.conv_square.ways")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -254,7 +254,7 @@ def test_boxes_of_the_image(bk, images, size, kernel, stride, padding, dilation)
     G, X = operands(geo, 2, images, size, torch.float16)
     assert twin.boxed(geo, X)
     assert twin.box(bk, images, *G.shape[3:]) is not None
-    config = twin.Config(64, 16, bk, 4, 3)
+    config = twin.ConvConfig(64, 16, bk, 4, 3)
     want = expected(G, X, geo)
     for pieces in (0, 2):
         assert close(ways.conv_square(G, X, geo, config=config._replace(pieces=pieces)), want, 1e-2), pieces
@@ -275,7 +275,7 @@ def test_pieces_add_up_to_the_whole_tile(pieces, weighted):
     st.integers(1, 500), st.integers(1, 64), st.integers(1, 30000), st.sampled_from([(64, 64), (64, 128), (128, 128)])
 )
 def test_a_division_covers_all_groups(tiles, kappa, rows, shape):
-    whole, size, parts = twin.divide(tiles, kappa, rows, twin.Config(*shape), 132)
+    whole, size, parts = twin.divide(tiles, kappa, rows, twin.ConvConfig(*shape), 132)
     assert 0 <= whole <= tiles
     assert 1 <= size <= kappa
     assert (whole == tiles) == (size == kappa)

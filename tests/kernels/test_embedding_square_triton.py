@@ -13,7 +13,7 @@ from torch import nn
 import invariant_adam as ia
 from invariant_adam.kernels import embedding_square as plain
 
-twin = pytest.importorskip("invariant_adam.kernels.embedding_square_triton")
+twin = pytest.importorskip("invariant_adam.kernels.embedding_square.triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -1,31 +1,12 @@
-"""The weight gradient of a matrix product and the sum of its squared micro-batch parts.
-
-For κ groups of R rows, G (κ, R, o) and X (κ, R, i):
-
-    dW = Σ_k G_kᵀ X_k        S = Σ_k c_k (G_kᵀ X_k)²
-
-`c` is None (all ones) or one coefficient per group. S is float32 at least. No path holds all κ
-products at once.
-"""
+"""`gemm_square` in plain torch, for every device."""
 
 from __future__ import annotations
-
-import contextlib
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-# The Triton twin, where there is a GPU for it; a constant, so that compiled code need not ask.
-fused: ModuleType | None = None
-if torch.cuda.is_available():
-    with contextlib.suppress(ImportError):
-        from . import gemm_square_triton as fused
-
-# Bytes of per-group products alive at a time where they are formed in batches.
-CHUNK_BYTES = 8 << 20
-# Rows per group up to which the square is expanded into pairs of rows; above, forming each product is cheaper.
-PAIR_ROWS = 2
+CHUNK_BYTES = 8 << 20  # of groups' products alive at a time
+PAIR_ROWS = 2  # rows per group up to which a square is made from pairs of rows; above, each product is formed
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -34,42 +15,29 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def method(rows: int) -> str:
-    """The name of the path that `gemm_square` takes for `rows` rows per group."""
+    """The name of the way that `gemm_square` takes for `rows` rows per group."""
     return "square" if rows == 1 else "pairs" if rows <= PAIR_ROWS else "products"
 
 
-def takes_fused(G: Tensor) -> bool:
-    """Whether the Triton twin serves these output gradients."""
-    return fused is not None and G.is_cuda and method(G.shape[1]) == "products" and fused.serves(G)
-
-
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
-    _, rows, out = G.shape
-    X = X.to(G.dtype)
-    how = method(rows)
+    """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i), of one dtype; c (κ,) weighs the squares."""
+    how, acc = method(G.shape[1]), wide(G.dtype)
     if how == "products":
-        if fused is not None and takes_fused(G):
-            call = fused.gemm_square_op if torch.compiler.is_compiling() else fused.gemm_square
-            dW, S = call(G, X, c)
-            return dW, S
         return _products(G, X, c)
-    flat_g, flat_x = G.reshape(-1, out), X.reshape(-1, X.shape[-1])
+    flat_g, flat_x = G.reshape(-1, G.shape[2]), X.reshape(-1, X.shape[2])
     dW = flat_g.t() @ flat_x
-    acc = wide(G.dtype)
-    if how == "square":
-        left, right = flat_g.to(acc).square(), flat_x.to(acc).square()
-        if c is not None:
-            left = left * c.to(acc)[:, None]
-        return dW, left.t() @ right
-    return dW, _pairs(G, X, c).to(acc)
+    if how == "pairs":
+        return dW, _pairs(G, X, c).to(acc)
+    left, right = flat_g.to(acc).square(), flat_x.to(acc).square()
+    if c is not None:
+        left = left * c.to(acc)[:, None]
+    return dW, left.t() @ right
 
 
 def _pairs(G: Tensor, X: Tensor, c: Tensor | None) -> Tensor:
     """S by (Σ_a G_aᵀX_a)² = Σ_{a≤b} w_ab (G_a⊙G_b)ᵀ(X_a⊙X_b), w = 1 on the diagonal and 2 off it.
 
-    In float64: where the rows of a group cancel, the terms do too, and in float32 what is left of them would be
-    rounding, negative as often as not.
+    In float64: where the rows of a group cancel, so do the terms, and float32 would leave rounding errors of any sign.
     """
     kappa, rows, out = G.shape
     pairs = [(a, b) for a in range(rows) for b in range(a, rows)]
@@ -85,12 +53,10 @@ def _pairs(G: Tensor, X: Tensor, c: Tensor | None) -> Tensor:
 
 
 def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
-    kappa, _, out = G.shape
-    inner = X.shape[-1]
-    acc = wide(G.dtype)
+    (kappa, _, out), inner, acc = G.shape, X.shape[2], wide(G.dtype)
+    dW = torch.zeros(out, inner, dtype=acc, device=G.device)
+    S = torch.zeros_like(dW)
     if G.device.type == "cpu" and not torch.compiler.is_compiling():
-        dW = torch.zeros(out, inner, dtype=acc)
-        S = torch.zeros_like(dW)
         product = torch.empty(out, inner, dtype=G.dtype)
         scales = [1.0] * kappa if c is None else c.tolist()
         for k in range(kappa):
@@ -99,8 +65,6 @@ def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
             dW.add_(g)
             S.addcmul_(g, g, value=scales[k])
         return dW.to(G.dtype), S
-    dW = torch.zeros(out, inner, dtype=acc, device=G.device)
-    S = torch.zeros_like(dW)
     step = max(1, min(kappa, CHUNK_BYTES // max(1, out * inner * acc.itemsize)))
     for lo in range(0, kappa, step):
         g = torch.bmm(G[lo : lo + step].transpose(1, 2), X[lo : lo + step]).to(acc)
@@ -111,8 +75,7 @@ def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def gemm_groups(G: Tensor, X: Tensor) -> Tensor:
-    """All κ products G_kᵀX_k (κ, o, i): for a weight used more than once, whose uses add before
-    squaring."""
+    """All κ products G_kᵀX_k (κ, o, i): those of a weight's several uses are added before they are squared."""
     return torch.bmm(G.transpose(1, 2), X.to(G.dtype))
 
 

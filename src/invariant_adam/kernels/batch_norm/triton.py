@@ -1,7 +1,7 @@
-"""The Triton twins of `batch_norm`, for inputs whose channels are last in memory: rows (κ, R, C).
+"""Ghost batch norm in Triton, for inputs whose channels are last in memory: rows (κ, R, C).
 
-Each group's rows are cut into chunks, enough for the chip; a block sums one chunk of some channels, a second small
-kernel adds the chunks up in order and finishes what is per channel: statistics, running statistics, pairs. The large
+Each group's rows are cut into chunks, enough of them for the chip. A block sums one chunk of some channels. A second,
+small kernel adds the chunks in order and finishes what is per channel: statistics, running statistics, pairs. The large
 tensors are read twice and written once in each direction.
 """
 
@@ -16,17 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import chip
-from .launch import Launch, cdiv, next_power_of_2
-from .ops import operator
+from .. import chip
+from ..launch import Launch, cdiv, next_power_of_2
+from ..ops import FLOATS, operator, pair_of
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile
 CHUNKS = 32  # at most, of a group's rows
 
 
 @triton.jit
-def _spot(pid, C, R, CHUNK, BC: tl.constexpr):
+def spot(pid, C, R, CHUNK, BC: tl.constexpr):
     """A block's group, channels, first row and end; its place among the chunks."""
     columns, chunks = tl.cdiv(C, BC), tl.cdiv(R, CHUNK)
     piece = pid // columns
@@ -35,13 +34,27 @@ def _spot(pid, C, R, CHUNK, BC: tl.constexpr):
 
 
 @triton.jit
+def _tile(r, end, c, C, BR: tl.constexpr):
+    """Which of a chunk's rows from r on there are, and where they are in their group."""
+    rows = r + tl.arange(0, BR)
+    return (rows < end)[:, None] & (c < C)[None, :], rows[:, None] * C + c[None, :]
+
+
+@triton.jit
+def leave_sums(partial, piece, c, C, one, other):
+    """Leave the two sums of a chunk."""
+    here = partial + piece.to(tl.int64) * (2 * C) + c
+    tl.store(here, tl.sum(one, 0), mask=c < C)
+    tl.store(here + C, tl.sum(other, 0), mask=c < C)
+
+
+@triton.jit
 def _sum_statistics(X, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ (x − s) and Σ (x − s)² of a chunk, s the group's first row: no cancellation where the mean is large."""
-    k, c, first, end, piece = _spot(tl.program_id(0), C, R, CHUNK, BC)
+    k, c, first, end, piece = spot(tl.program_id(0), C, R, CHUNK, BC)
     X += k.to(tl.int64) * R * C
     shift = tl.load(X + c, mask=c < C, other=0.0).to(tl.float32)
-    total = tl.zeros((BR, BC), tl.float32)
-    squares = tl.zeros((BR, BC), tl.float32)
+    total, squares = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
     for r in tl.range(first, end, BR):
         rows = r + tl.arange(0, BR)
         inside = (rows < end)[:, None] & (c < C)[None, :]
@@ -49,9 +62,7 @@ def _sum_statistics(X, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr)
         x = tl.where(inside, x - shift[None, :], 0.0)
         total += x
         squares += x * x
-    here = partial + piece.to(tl.int64) * (2 * C) + c
-    tl.store(here, tl.sum(total, 0), mask=c < C)
-    tl.store(here + C, tl.sum(squares, 0), mask=c < C)
+    leave_sums(partial, piece, c, C, total, squares)
 
 
 @triton.jit
@@ -79,13 +90,9 @@ def _finish_statistics(
     X, partial, mean, rstd, running_mean, running_var, tracked, C, R, KAPPA, CHUNKS, eps, keep, gain, decay, unbias,
     CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """μ and r of all groups, and the running statistics after them; decay is log₂ of their ratio.
-
-    `tracked` counts all groups but one, which the module has counted.
-    """
+    """μ and r of all groups, and the running statistics after them; decay is log₂ of their ratio."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
-    add_mean = tl.zeros((BC,), tl.float32)
-    add_var = tl.zeros((BC,), tl.float32)
+    add_mean, add_var = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     for first in range(0, KAPPA, KB):
         k = first + tl.arange(0, KB)
         mask = (k < KAPPA)[:, None] & (c < C)[None, :]
@@ -104,9 +111,9 @@ def _finish_statistics(
     if running_mean is not None:
         tl.store(running_mean + c, keep * tl.load(running_mean + c, mask=c < C).to(tl.float32) + add_mean, mask=c < C)
         tl.store(running_var + c, keep * tl.load(running_var + c, mask=c < C).to(tl.float32) + add_var, mask=c < C)
-    if tracked is not None:  # noqa: SIM102 - this is known when it is compiled
+    if tracked is not None:  # noqa: SIM102 - this is known at compile time
         if tl.program_id(0) == 0:
-            tl.store(tracked, tl.load(tracked) + KAPPA - 1)
+            tl.store(tracked, tl.load(tracked) + KAPPA - 1)  # the module has counted one group
 
 
 @triton.jit
@@ -121,7 +128,7 @@ def _per_channel(mean, rstd, w, k, c, C):
 
 @triton.jit
 def _normalise(X, Y, mean, rstd, w, b, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
-    k, c, first, end, _ = _spot(tl.program_id(0), C, R, CHUNK, BC)
+    k, c, first, end, _ = spot(tl.program_id(0), C, R, CHUNK, BC)
     mu, r_k, scale = _per_channel(mean, rstd, w, k, c, C)
     _normalise_rows(X, Y, mu, r_k * scale, b, k, c, first, end, C, R, BR, BC)
 
@@ -140,7 +147,7 @@ def _finish_and_normalise(
             eps, keep, gain, decay, unbias, CH, KB, BF,
         )  # fmt: skip
     else:
-        k, c, first, end, _ = _spot(tl.program_id(0) - finishing, C, R, CHUNK, BC)
+        k, c, first, end, _ = spot(tl.program_id(0) - finishing, C, R, CHUNK, BC)
         total, squares = _gather_group(partial, k, c, CHUNKS, C, CH)
         shift = tl.load(X + k.to(tl.int64) * R * C + c, mask=c < C, other=0.0).to(tl.float32)
         off = total / R
@@ -159,9 +166,7 @@ def _normalise_rows(X, Y, mu, scale, b, k, c, first, end, C, R, BR: tl.constexpr
     X += k.to(tl.int64) * R * C
     Y += k.to(tl.int64) * R * C
     for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
-        at = rows[:, None] * C + c[None, :]
+        inside, at = _tile(r, end, c, C, BR)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(Y + at, (x - mu[None, :]) * scale[None, :] + offset[None, :], mask=inside)
 
@@ -169,29 +174,23 @@ def _normalise_rows(X, Y, mu, scale, b, k, c, first, end, C, R, BR: tl.constexpr
 @triton.jit
 def _sum_gradients(G, X, partial, mean, rstd, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ g x̂ and Σ g of a chunk."""
-    k, c, first, end, piece = _spot(tl.program_id(0), C, R, CHUNK, BC)
+    k, c, first, end, piece = spot(tl.program_id(0), C, R, CHUNK, BC)
     mu, r_k, _ = _per_channel(mean, rstd, None, k, c, C)
     X += k.to(tl.int64) * R * C
     G += k.to(tl.int64) * R * C
-    total = tl.zeros((BR, BC), tl.float32)
-    products = tl.zeros((BR, BC), tl.float32)
+    total, products = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
     for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
-        at = rows[:, None] * C + c[None, :]
+        inside, at = _tile(r, end, c, C, BR)
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         total += g
         products += g * ((x - mu[None, :]) * r_k[None, :])
-    here = partial + piece.to(tl.int64) * (2 * C) + c
-    tl.store(here, tl.sum(products, 0), mask=c < C)
-    tl.store(here + C, tl.sum(total, 0), mask=c < C)
+    leave_sums(partial, piece, c, C, products, total)
 
 
 @triton.jit
 def _finish_gradients(
-    partial, coefficients, sums, pairs, C, KAPPA, CHUNKS,
-    CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr,
+    partial, coefficients, sums, pairs, C, KAPPA, CHUNKS, CH: tl.constexpr, KB: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """The sums of all groups, and the pairs of w and b."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -230,7 +229,7 @@ def _finish_and_input_gradient(
     if tl.program_id(0) < finishing:
         _finish_gradients(partial, coefficients, sums, pairs, C, KAPPA, CHUNKS, CH, KB, BF)
     else:
-        k, c, first, end, _ = _spot(tl.program_id(0) - finishing, C, R, CHUNK, BC)
+        k, c, first, end, _ = spot(tl.program_id(0) - finishing, C, R, CHUNK, BC)
         e, a = _gather_group(partial, k, c, CHUNKS, C, CH)
         _input_gradient(G, X, DX, mean, rstd, w, e / R, a / R, k, c, first, end, C, R, BR, BC)
 
@@ -244,23 +243,18 @@ def _input_gradient(G, X, DX, mean, rstd, w, e, a, k, c, first, end, C, R, BR: t
     G += k.to(tl.int64) * R * C
     DX += k.to(tl.int64) * R * C
     for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
-        at = rows[:, None] * C + c[None, :]
+        inside, at = _tile(r, end, c, C, BR)
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         hat = (x - mu[None, :]) * r_k[None, :]
         tl.store(DX + at, (g - a[None, :] - hat * e[None, :]) * scale[None, :], mask=inside)
 
 
-class Plan:
-    """How κ groups of rows of some channels are divided among blocks, and the kernels started so.
-
-    About eight blocks for each multiprocessor, of four tiles at least.
-    """
+class RowLaunches:
+    """How κ groups of rows are divided among blocks: about eight for each multiprocessor, of at least four tiles."""
 
     def __init__(self, rows: int, channels: int, kappa: int, device: torch.device) -> None:
-        self.rows, self.channels = rows, channels  # rows per group
+        self.rows, self.channels, self.device = rows, channels, device  # rows per group
         bc = min(CHANNELS, next_power_of_2(channels))
         columns = cdiv(channels, bc)
         wanted = cdiv(8 * chip.of(device).multiprocessors, columns * kappa)
@@ -284,16 +278,20 @@ class Plan:
         """A kernel over chunks of rows."""
         return Launch(kernel, (self.blocks,), **self.tile)
 
+    def empty(self, *shape: int) -> Tensor:
+        """Room for float32 numbers (*shape, C)."""
+        return torch.empty(*shape, self.channels, dtype=torch.float32, device=self.device)
+
 
 @lru_cache(maxsize=1024)
-def plan(channels: int, numel: int, kappa: int, device: torch.device) -> Plan:
-    """The plan for κ groups of `numel` numbers in all."""
-    return Plan(numel // (kappa * channels), channels, kappa, device)
+def row_launches(channels: int, numel: int, kappa: int, device: torch.device) -> RowLaunches:
+    """The launches for κ groups of `numel` numbers in all."""
+    return RowLaunches(numel // (kappa * channels), channels, kappa, device)
 
 
 def serves(x: Tensor, kappa: int) -> bool:
     """Whether the kernels take this input: channels last in memory, at most 32 bits a number."""
-    return x.dtype in DTYPES and 0 < x.numel() < kappa << 31 and _channels_last(x)
+    return x.dtype in FLOATS and 0 < x.numel() < kappa << 31 and _channels_last(x)
 
 
 def _channels_last(x: Tensor) -> bool:
@@ -301,20 +299,12 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def statistics(
-    x: Tensor,
-    kappa: int,
-    eps: float,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    keep: float,
-    gain: float,
-    ratio: float,
-) -> tuple[Tensor, Tensor]:
-    """μ and r (κ, C) in float32, and the running statistics updated in place: see `batch_norm.statistics`."""
-    p = plan(x.shape[1], x.numel(), kappa, x.device)
-    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
-    mean = torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
+    x: Tensor, kappa: int, eps: float, running_mean: Tensor | None, running_var: Tensor | None,
+    keep: float, gain: float, ratio: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """μ and r (κ, C) in float32, and the running statistics updated in place."""
+    p = row_launches(x.shape[1], x.numel(), kappa, x.device)
+    partial, mean, rstd = p.empty(kappa, p.chunks, 2), p.empty(kappa), p.empty(kappa)
     p.sum_statistics(x, partial)
     scalars = _scalars(p, eps, keep, gain, ratio)
     p.finish_statistics(x, partial, mean, rstd, running_mean, running_var, None, *scalars)
@@ -322,31 +312,19 @@ def statistics(
 
 
 def forward(
-    x: Tensor,
-    kappa: int,
-    eps: float,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    keep: float,
-    gain: float,
-    ratio: float,
-    tracked: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """μ, r and y: `statistics`, then `normalise`, in a launch less."""
-    p = plan(x.shape[1], x.numel(), kappa, x.device)
-    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
-    mean = torch.empty(kappa, p.channels, dtype=torch.float32, device=x.device)
-    rstd, y = torch.empty_like(mean), torch.empty_like(x)
+    x: Tensor, kappa: int, eps: float, running_mean: Tensor | None, running_var: Tensor | None,
+    keep: float, gain: float, ratio: float, tracked: Tensor | None, w: Tensor | None, b: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """μ, r and y: `statistics`, then `normalise`, in one launch less."""
+    p = row_launches(x.shape[1], x.numel(), kappa, x.device)
+    partial, mean, rstd, y = p.empty(kappa, p.chunks, 2), p.empty(kappa), p.empty(kappa), torch.empty_like(x)
     p.sum_statistics(x, partial)
-    p.finish_and_normalise(
-        x, partial, mean, rstd, running_mean, running_var, tracked, y, w, b, *_scalars(p, eps, keep, gain, ratio)
-    )
+    scalars = _scalars(p, eps, keep, gain, ratio)
+    p.finish_and_normalise(x, partial, mean, rstd, running_mean, running_var, tracked, y, w, b, *scalars)
     return mean, rstd, y
 
 
-def _scalars(p: Plan, eps: float, keep: float, gain: float, ratio: float) -> tuple[float, ...]:
+def _scalars(p: RowLaunches, eps: float, keep: float, gain: float, ratio: float) -> tuple[float, ...]:
     decay = math.log2(ratio) if ratio > 0 else -1e30
     return float(eps), float(keep), float(gain), decay, p.rows / max(p.rows - 1, 1)
 
@@ -354,37 +332,26 @@ def _scalars(p: Plan, eps: float, keep: float, gain: float, ratio: float) -> tup
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """y, like x."""
     y = torch.empty_like(x)
-    plan(x.shape[1], x.numel(), mean.shape[0], x.device).normalise(x, y, mean, rstd, w, b)
+    row_launches(x.shape[1], x.numel(), mean.shape[0], x.device).normalise(x, y, mean, rstd, w, b)
     return y
 
 
 def backward(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None, shares: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dx like x, the sums (κ, 2, C) if asked for, and the pairs (4, C) in float32: see `batch_norm.backward`."""
+    """dx like x, the sums (κ, 2, C) if asked for, and the pairs (4, C), in float32."""
     kappa = mean.shape[0]
-    p = plan(x.shape[1], x.numel(), kappa, x.device)
+    p = row_launches(x.shape[1], x.numel(), kappa, x.device)
     g = g if _channels_last(g) else g.movedim(1, -1).contiguous()
     c = None if c is None else c.to(torch.float32)
-    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=x.device)
-    sums = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=x.device) if shares else None
-    pairs = torch.empty(4, p.channels, dtype=torch.float32, device=x.device)
+    partial, sums, pairs = p.empty(kappa, p.chunks, 2), p.empty(kappa, 2) if shares else None, p.empty(4)
     dx = torch.empty_like(x)
     p.sum_gradients(g, x, partial, mean, rstd)
     p.finish_and_input_gradient(partial, c, sums, pairs, g, x, dx, mean, rstd, w)
     return dx, sums, pairs
 
 
-# The same as operators that `torch.compile` takes as they are.
-
-
-def _statistics_shapes(x: Tensor, kappa: int, *_: Any) -> tuple[Tensor, Tensor]:
-    mean = x.new_empty(kappa, x.shape[1], dtype=torch.float32)
-    return mean, torch.empty_like(mean)
-
-
-def _normalise_shape(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
+# The same as operators.
 
 
 def _backward_shapes(g: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -395,10 +362,11 @@ def _backward_shapes(g: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tenso
 statistics_op = operator(
     "ghost_statistics(Tensor x, int kappa, float eps, Tensor(a!)? running_mean, Tensor(b!)? running_var, float keep, "
     "float gain, float ratio) -> (Tensor, Tensor)",
-    _statistics_shapes,
+    lambda x, kappa, *_: pair_of(x, (kappa, x.shape[1])),
 )(statistics)
 normalise_op = operator(
-    "ghost_normalise(Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? b) -> Tensor", _normalise_shape
+    "ghost_normalise(Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? b) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
 )(normalise)
 backward_op = operator(
     "ghost_backward(Tensor g, Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? c) -> (Tensor, Tensor, Tensor)",

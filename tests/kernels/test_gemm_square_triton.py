@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from invariant_adam.kernels.adam import Fold
 
-triton_twin = pytest.importorskip("invariant_adam.kernels.gemm_square_triton")
+triton_twin = pytest.importorskip("invariant_adam.kernels.gemm_square.triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -104,7 +104,7 @@ def test_folds_into_moments(cut, slots):
     if slots:
         keep, gain = (0.0, 0.0), (0.0, 0.0)
     into = Fold(m, v, keep, gain, count, device_side)
-    triton_twin.gemm_square(G, X, into=into, config=triton_twin.Config(bm=64, bn=64, bk=16, split=cut))
+    triton_twin.gemm_square(G, X, into=into, config=triton_twin.GemmConfig(bm=64, bn=64, bk=16, split=cut))
     for got, w in zip((m, v), want, strict=True):
         assert (got.double() - w).norm() / w.norm() < 1e-5
     assert count.item() == 130

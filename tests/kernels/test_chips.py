@@ -83,9 +83,9 @@ def test_launches_ask_the_chip(monkeypatch, has, stages, precision):
     assert chip.stages(device, 32 << 10, 5) == stages
     assert chip.precision(device, True) == precision
     assert chip.precision(device, False) == "ieee"
-    gemm = pytest.importorskip("invariant_adam.kernels.gemm_square_triton")
+    gemm = pytest.importorskip("invariant_adam.kernels.gemm_square.triton")
     gemm._cut.cache_clear()
-    p = gemm.plan(32, 1024, 1536, 1536, torch.bfloat16, device, gemm.Config())
+    p = gemm.gemm_launches(32, 1024, 1536, 1536, torch.bfloat16, device, gemm.GemmConfig())
     gemm._cut.cache_clear()
     assert p.aligned == has.tile_loads
     if not has.publishes:
@@ -96,23 +96,23 @@ def test_launches_ask_the_chip(monkeypatch, has, stages, precision):
 @pytest.mark.parametrize("has", [L40S, MI300X], ids=["L40S", "MI300X"])
 def test_the_launches_of_other_chips_give_the_same_sums(monkeypatch, has):
     """Operands that tile loads would fetch here come by address there, from tiles that may not be cut."""
-    from invariant_adam.kernels import conv_square_triton, conv_ways
-    from invariant_adam.kernels import gemm_square_triton as gemm
-    from invariant_adam.kernels.conv_square import Geometry, conv_groups
+    from invariant_adam.kernels.conv_square import Geometry, conv_groups, ways
+    from invariant_adam.kernels.conv_square import triton as conv
+    from invariant_adam.kernels.gemm_square import triton as gemm
 
     monkeypatch.setattr(chip, "of", lambda device: has)
-    monkeypatch.setattr(gemm, "_plans", {})
-    monkeypatch.setattr(conv_square_triton, "_plans", {})
+    monkeypatch.setattr(gemm, "_known", {})
+    monkeypatch.setattr(conv, "_known", {})
     gemm._cut.cache_clear()
     G, X = (torch.randn(4, 40, width) for width in (72, 136))
-    assert not gemm.plan(4, 40, 72, 136, G.dtype, G.device, gemm.choose(72, 136, 40, G.dtype)).aligned
+    assert not gemm.gemm_launches(4, 40, 72, 136, G.dtype, G.device, gemm.choose(72, 136, 40, G.dtype)).aligned
     pairs = [(gemm.gemm_square(G, X), G.double().transpose(1, 2) @ X.double())]
     gemm._cut.cache_clear()
     geo = Geometry((24, 64, 3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     G, X = torch.randn(4, 2, 24, 8, 8), torch.randn(4, 2, 64, 8, 8)
     with torch.backends.cudnn.flags(allow_tf32=False):
-        config = conv_ways.candidates(G, X, geo)[0]
-        pairs.append((conv_ways.conv_square(G, X, geo, config=config), conv_groups(G.double(), X.double(), geo)))
+        config = ways.candidates(G, X, geo)[0]
+        pairs.append((ways.conv_square(G, X, geo, config=config), conv_groups(G.double(), X.double(), geo)))
     for got, each in pairs:
         for tensor, want in zip(got, (each.sum(0), each.square().sum(0)), strict=True):
             assert (tensor.double() - want).norm() / want.norm() < 1e-5
@@ -120,11 +120,11 @@ def test_the_launches_of_other_chips_give_the_same_sums(monkeypatch, has):
 
 def test_plain_torch_takes_the_place_of_kernels_that_are_not_wanted():
     """Every module of kernels says that it is not there, which its twin is prepared for."""
-    modules = sorted(path.stem for path in Path(chip.__file__).parent.glob("*_triton.py"))
+    modules = sorted(f"{path.parent.name}.triton" for path in Path(chip.__file__).parent.glob("*/triton.py"))
     assert len(modules) == 6
     code = f"""
 import importlib
-for name in {[*modules, "conv_ways"]}:
+for name in {[*modules, "conv_square.ways"]}:
     try:
         importlib.import_module("invariant_adam.kernels." + name)
     except ImportError as problem:

@@ -12,7 +12,7 @@ from torch import nn
 import invariant_adam as ia
 from invariant_adam.kernels import batch_norm as plain
 
-twin = pytest.importorskip("invariant_adam.kernels.batch_norm_triton")
+twin = pytest.importorskip("invariant_adam.kernels.batch_norm.triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -1,16 +1,12 @@
-"""The Triton twin of `gemm_square`: dW and the sum of squared group products in one GEMM.
+"""`gemm_square` in Triton: dW and the sum of squared group products in one GEMM.
 
-For κ groups of R rows, G (κ, R, o) and X (κ, R, i):
+A block owns a tile of both outputs. Its loop over rows is that of a plain weight gradient. At the end of each group it
+adds the accumulator to one float32 tile and its square to another, and clears it: the operations of the plain product,
+and no κ × o × i tensor. At the end the block stores both tiles, or folds them into the moments; then neither dW nor S
+is ever in memory.
 
-    dW = Σ_k G_kᵀ X_k        S = Σ_k c_k (G_kᵀ X_k)²
-
-A block owns a tile of both outputs. Its loop over rows is that of a plain weight gradient; at the end of each group the
-accumulator is added to one float32 tile, its square to another, and it is cleared. Same operations as the plain
-product, and no κ × o × i tensor. At its end the block stores both tiles, or folds them into the moments, in which case
-neither dW nor S is ever in memory.
-
-Tiles rarely fill the chip evenly. Those of the last round are cut into pieces of their groups (`divide`): each leaves
-its sums in a workspace, and the block that comes last adds them up, in a fixed order: the same result every time.
+Tiles rarely fill the chip evenly. Those of the last round are cut into pieces of their groups (`divide`). Each piece
+leaves its sums in a workspace, and the block that comes last adds them in a fixed order: the same result every time.
 """
 
 from __future__ import annotations
@@ -24,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import chip, tuning
-from .adam import Fold
-from .adam_triton import LIMIT
-from .launch import Launch, Tiles, cdiv
-from .ops import operator
+from .. import chip, tuning
+from ..adam import Fold
+from ..adam.triton import put_arguments, put_tile
+from ..launch import Launch, Tiles, cdiv
+from ..ops import FLOATS, operator, pair_of
 
 
-class Config(NamedTuple):
+class GemmConfig(NamedTuple):
     """A way to run the kernel."""
 
     bm: int = 128
@@ -63,21 +59,20 @@ def _gemm_square(
     m = (BAND * band + tile % (BAND * across) % height) * BM
     n = (tile % (BAND * across) // height) * BN
     rm, rn, rk = m + tl.arange(0, BM), n + tl.arange(0, BN), tl.arange(0, BK)
-    total = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM, BN), tl.float32)
+    total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     for k in tl.range(first, last, flatten=True):
         product = tl.zeros((BM, BN), tl.float32)
         for r in tl.range(0, R, BK):
             if DESCRIPTORS:  # rows past the group's end come as zeros
                 g = G.load([k, r, m]).reshape(BK, BM)
                 x = X.load([k, r, n]).reshape(BK, BN)
-            else:  # G as its transpose: turned after its load, it would wait in registers where there is no wgmma
+            else:  # G transposed: turned after its load, it would wait in registers where there is no wgmma
                 rows = (k * R + r + rk).to(tl.int64)
                 inside = r + rk < R
                 g = tl.load(G + rows[None, :] * M + rm[:, None], mask=inside[None, :] & (rm < M)[:, None], other=0.0)
                 x = tl.load(X + rows[:, None] * N + rn[None, :], mask=inside[:, None] & (rn < N)[None, :], other=0.0)
             if PRECISION == "tf32" and g.dtype == tl.float32:
-                g, x = _round_tf32(g), _round_tf32(x)
+                g, x = round_tf32(g), round_tf32(x)
             if DESCRIPTORS:
                 g = g.trans()
             product = tl.dot(g, x, product, input_precision=PRECISION)
@@ -89,40 +84,35 @@ def _gemm_square(
     at = rm.to(tl.int64)[:, None] * N + rn[None, :]
     inside = (rm < M)[:, None] & (rn < N)[None, :]
     complete = True
-    if CUT:  # noqa: SIM102 - CUT is known when it is compiled
+    if CUT:  # noqa: SIM102 - CUT is known at compile time
         if last - first < KAPPA:
             total, squares, complete = _gather(
                 total, squares, pieces, partial, arrived, tile, last - first, KAPPA, BM, BN
             )
     if complete:
-        if INTO:
-            _fold_tile(D + at, S + at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit)
-        else:
-            tl.store(D + at, total, mask=inside)
-            tl.store(S + at, squares, mask=inside)
+        put_tile(D, S, at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
 
 
 @triton.jit
-def _round_tf32(x):
-    """Round to the nearest tf32: the tensor cores only cut bits off, and all squares would come out too small."""
+def round_tf32(x):
+    """Round to the nearest tf32: tensor cores only cut bits off, which would make all squares too small."""
     return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _gather(total, squares, pieces, partial, arrived, tile, groups, KAPPA, BM: tl.constexpr, BN: tl.constexpr):
-    """Leave a piece's sums in the workspace; the last piece of a tile to come returns those of the whole tile."""
+    """Leave a piece's sums in the workspace; the piece of a tile that comes last returns those of the whole tile."""
     mine = tl.load(pieces + 5 * tl.program_id(0) + 3)
     begin = tl.load(pieces + 5 * tl.program_id(0) + 4)
     place = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     here = partial + mine.to(tl.int64) * (2 * BM * BN) + place
     tl.store(here, total)
     tl.store(here + BM * BN, squares)
-    tl.debug_barrier()  # every thread's part is written before one of them says so
+    tl.debug_barrier()  # every thread has written its part before one says so
     seen = tl.atomic_add(arrived + tile, groups, sem="acq_rel") + groups
     complete = seen == KAPPA
     if complete:
-        total = tl.zeros((BM, BN), tl.float32)
-        squares = tl.zeros((BM, BN), tl.float32)
+        total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
         got = 0
         while got < KAPPA:
             there = partial + begin.to(tl.int64) * (2 * BM * BN) + place
@@ -133,26 +123,13 @@ def _gather(total, squares, pieces, partial, arrived, tile, groups, KAPPA, BM: t
     return total, squares, complete
 
 
-@triton.jit
-def _fold_tile(m, v, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit):
-    """m ← keep₁m + gain₁dW, v ← keep₂v + gain₂S on one tile; what would poison them counts as zero."""
-    if slots is not None:
-        keep1, keep2, gain1, gain2 = tl.load(slots), tl.load(slots + 1), tl.load(slots + 2), tl.load(slots + 3)
-    good = (tl.abs(total) < limit) & (tl.abs(squares) < limit * limit)  # NaN is not below anything
-    tl.store(m, keep1 * tl.load(m, mask=inside) + gain1 * tl.where(good, total, 0.0), mask=inside)
-    tl.store(v, keep2 * tl.load(v, mask=inside) + gain2 * tl.where(good, squares, 0.0), mask=inside)
-    bad = tl.sum(tl.sum((inside & (good == 0)).to(tl.int32), 1), 0)
-    if bad > 0:
-        tl.atomic_add(count, bad.to(tl.int64))
-
-
 def serves(G: Tensor) -> bool:
     """Whether the kernel takes these operands: at least 16 rows per group, of at most 32 bits each."""
-    return G.shape[1] >= 16 and G.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return G.shape[1] >= 16 and G.dtype in FLOATS
 
 
 def gemm_square(
-    G: Tensor, X: Tensor, c: Tensor | None = None, *, into: Fold | None = None, config: Config | None = None
+    G: Tensor, X: Tensor, c: Tensor | None = None, *, into: Fold | None = None, config: GemmConfig | None = None
 ) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) in float32, of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares.
 
@@ -163,23 +140,15 @@ def gemm_square(
     kappa, rows, m = G.shape
     n, device = X.shape[2], G.device
     shape = (kappa, rows, m, n, G.dtype, device)
-    p = _plans.get(shape) if config is None else None
+    p = _known.get(shape) if config is None else gemm_launches(*shape, config)
     if p is None:
-        p = plan(*shape, config or _best(G, X, c))
-        if config is None:
-            _plans[shape] = p
+        p = _known[shape] = gemm_launches(*shape, _best(G, X, c))
     partial = arrived = table = None
     if p.cut is not None:
         table = p.cut.table
         partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=device)
         arrived = torch.zeros(p.tiles, dtype=torch.int32, device=device)
-    if into is None:
-        D = torch.empty((m, n), dtype=torch.float32, device=device)
-        S = torch.empty_like(D)
-        fold: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
-    else:
-        D, S = into.exp_avg, into.exp_avg_sq
-        fold = (into.slots, into.count, *into.keep, *into.gain, LIMIT)
+    D, S = pair_of(G, (m, n)) if into is None else (into.exp_avg, into.exp_avg_sq)
     aligned = p.aligned and G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
     key = (c is not None, aligned, into is not None, torch.backends.cuda.matmul.allow_tf32)
     launch = p.launches.get(key)
@@ -194,29 +163,31 @@ def gemm_square(
         if not p.tiles_of:
             p.tiles_of.extend([Tiles(G, [1, p.config.bk, p.config.bm]), Tiles(X, [1, p.config.bk, p.config.bn])])
         operands = p.tiles_of[0].of(G), p.tiles_of[1].of(X)
-    launch(*operands, c, D, S, table, partial, arrived, *fold)
+    launch(*operands, c, D, S, table, partial, arrived, *put_arguments(into))
     return D, S
 
 
-class Plan(NamedTuple):
-    """What a shape and a configuration fix of a launch."""
+class GemmLaunches(NamedTuple):
+    """What a shape and a configuration fix of a launch, and the launches made so."""
 
-    config: Config
+    config: GemmConfig
     tiles: int
     cut: Cut | None
     grid: tuple[int]
-    aligned: bool  # whether the hardware's tile loads (Hopper on) take its rows, of 16 bytes; others go by address
+    aligned: bool  # whether rows are multiples of 16 bytes, for hardware that loads tiles (Hopper on)
     fixed: dict[str, int]  # arguments of the kernel
     launches: dict[tuple[Any, ...], Launch]  # by the constants that the shape does not fix
     tiles_of: list[Tiles]  # of G and X
 
 
-# (κ, R, o, i, dtype, device) -> its plan with the best configuration: what a layer asks for in every update.
-_plans: dict[tuple[Any, ...], Plan] = {}
+# (κ, R, o, i, dtype, device) -> the launches with the best configuration: a layer needs them in every update.
+_known: dict[tuple[Any, ...], GemmLaunches] = {}
 
 
-def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torch.device, config: Config) -> Plan:
-    """How κ groups of R rows, (R, m) and (R, n), are launched with a configuration."""
+def gemm_launches(
+    kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torch.device, config: GemmConfig
+) -> GemmLaunches:
+    """The launches for κ groups of R rows, (R, m) and (R, n), with a configuration."""
     bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
     tiles = cdiv(m, bm) * cdiv(n, bn)
     cut = _cut(tiles, kappa, rows, device) if config.split and chip.of(device).publishes else None
@@ -225,40 +196,34 @@ def plan(kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torc
         "M": m, "N": n, "R": rows, "KAPPA": kappa, "BM": bm, "BN": bn, "BK": bk, "BAND": config.band,
         "num_warps": config.warps, "num_stages": chip.stages(device, (bm + bn) * bk * size, config.stages),
     }  # fmt: skip
-    return Plan(config, tiles, cut, (tiles if cut is None else cut.blocks,), aligned, fixed, {}, [])
+    return GemmLaunches(config, tiles, cut, (tiles if cut is None else cut.blocks,), aligned, fixed, {}, [])
 
 
-def _best(G: Tensor, X: Tensor, c: Tensor | None) -> Config:
+def _best(G: Tensor, X: Tensor, c: Tensor | None) -> GemmConfig:
     """The configuration that is best for these operands: see `tuning`."""
-    (kappa, rows, m), n = G.shape, X.shape[2]
+    (kappa, rows, m), n, dtype = G.shape, X.shape[2], G.dtype
     return tuning.best(
-        "gemm_square",
-        (m, n, rows, kappa, str(G.dtype)),
-        G.device,
-        choose(m, n, rows, G.dtype),
-        lambda: candidates(m, n, rows, G.dtype),
-        lambda config: gemm_square(G, X, c, config=config),
-    )
+        "gemm_square", (m, n, rows, kappa, str(dtype)), G.device, choose(m, n, rows, dtype),
+        lambda: candidates(m, n, rows, dtype), lambda config: gemm_square(G, X, c, config=config),
+    )  # fmt: skip
 
 
-def _shapes(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = G.new_empty(G.shape[2], X.shape[2], dtype=torch.float32)
-    return out, torch.empty_like(out)
+gemm_square_op = operator(
+    "gemm_square(Tensor G, Tensor X, Tensor? c) -> (Tensor, Tensor)",
+    lambda G, X, c: pair_of(G, (G.shape[2], X.shape[2])),
+)(gemm_square)
 
 
-gemm_square_op = operator("gemm_square(Tensor G, Tensor X, Tensor? c) -> (Tensor, Tensor)", _shapes)(gemm_square)
-
-
-def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> Config:
+def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> GemmConfig:
     """The configuration for a shape: mostly the measured best of `benchmarks/gemm_square.py --tune`."""
     bk = 64 if rows >= 64 else 32 if rows >= 32 else 16
     if dtype == torch.float32:
         bk = min(bk, 32)
     few = m * n <= 128 * 128 * 144  # about as many tiles as multiprocessors: a deeper pipeline is worth its memory
-    return Config(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk, stages=5 if few else 4)
+    return GemmConfig(bm=128 if m > 64 else 64, bn=128 if n > 64 else 64, bk=bk, stages=5 if few else 4)
 
 
-def candidates(m: int, n: int, rows: int, dtype: torch.dtype) -> list[Config]:
+def candidates(m: int, n: int, rows: int, dtype: torch.dtype) -> list[GemmConfig]:
     """What else may be best for a shape."""
     base = choose(m, n, rows, dtype)
     found = [base._replace(stages=s, band=b, split=cut) for s in (4, 5) for b in (4, 8, 16) for cut in (False, True)]
@@ -276,11 +241,11 @@ class Cut(NamedTuple):
 
 
 def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
-    """Into pieces of how many groups to cut the tiles of the last round; κ for no cut.
+    """How many groups a piece of a tile of the last round has; κ for no cut.
 
-    Whole rounds of tiles keep the chip busy; what is left over would not. The blocks start in order, each where a
-    multiprocessor has become free: a piece of s groups takes s and a fixed time for its begin and end, worth about 600
-    rows (measured), twice that where its sums pass through memory.
+    Whole rounds of tiles keep the chip busy; the last may not. Blocks start in order, each when a multiprocessor
+    becomes free. A piece of s groups takes the time of s and a fixed time, that of about 600 rows (measured) for its
+    begin and end, and of 600 more where its sums pass through memory.
 
     >>> divide(132, 32, 1024, 132), divide(144, 32, 1024, 132), divide(108, 32, 1024, 132)
     (32, 3, 28)
@@ -298,7 +263,7 @@ def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
 
     if not rest or kappa == 1:
         return kappa
-    # Few pieces before many, which pay the fixed time again and again.
+    # Few pieces before many: each pays the fixed time.
     sizes = [kappa, *range(kappa - 1, (kappa - 1) // 2, -1), *(-(-kappa // q) for q in range(3, 17))]
     best = min(sizes, key=length)
     return best if length(best) < 0.97 * length(kappa) else kappa

@@ -11,7 +11,7 @@ from torch import nn
 import invariant_adam as ia
 from invariant_adam.kernels import sums as plain
 
-twin = pytest.importorskip("invariant_adam.kernels.sums_triton")
+twin = pytest.importorskip("invariant_adam.kernels.sums.triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

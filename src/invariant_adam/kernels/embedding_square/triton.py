@@ -1,15 +1,15 @@
-"""The Triton twin of `embedding_square`: tokens sorted, then sums and squares over segments.
+"""`embedding_square` in Triton: tokens sorted, then sums and squares over segments.
 
-The κ × R places come group by group, so that a stable sort by token also puts each token's groups in order: a *run* of
-places has the same token, a *segment* of it the same group. Both may be of any length. Chunks of CHUNK sorted places
-are walked at the same time:
+The κ × R places come group by group, so a stable sort by token also puts each token's groups in order: a *run* of
+places has the same token, a *segment* of it the same group. Both may have any length. Blocks walk chunks of CHUNK
+sorted places at the same time:
 
     walk     sums each segment, adds it and its square to its run, and stores the runs that lie in the chunk
     join     adds up the segments that cross chunks: what they left in the chunk where they began and in those after
     finish   adds up the runs that cross chunks
 
-Every sum has one place and a fixed order: no atomics, the same result every time. No tensor of places × D is formed
-beside G, and what a chunk leaves behind is read only where it was written.
+Every sum has one place and a fixed order: no atomics, the same result every time. G is the only tensor of places × D,
+and what a chunk leaves behind is read only where it was written.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, next_power_of_2
-from .ops import operator
+from ..launch import cdiv, next_power_of_2
+from ..ops import FLOATS, operator, pair_of
 
 CHUNK = 32  # sorted places that a block walks
 COLUMNS = 256  # at most, of a block that walks: 16 bytes a thread in bfloat16
@@ -49,14 +49,12 @@ def _weight(C, group):
 
 
 @triton.jit
-def _walk(
-    G, C, tokens, order, D, S, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr
-):  # fmt: skip
-    """One chunk of some columns. What began in an earlier chunk or goes on in the next one is left behind:
+def _walk(G, C, tokens, order, D, S, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr):
+    """Sum one chunk of some columns. What began in an earlier chunk, or goes on in the next, is left behind.
 
     lead (chunks, W): the sum of a segment that began earlier; trail (chunks, W): of one that begins here and goes on.
-    runs (chunks, 2, 2, W): total and squares of the segments of a run that began earlier, and of one that begins here
-    and goes on; without lead and trail.
+    runs (chunks, 2, 2, W): total and squares of the segments of a run that began earlier, then of one that begins here
+    and goes on; lead and trail are not in them.
     """
     chunk = tl.program_id(0)
     first = chunk * CHUNK
@@ -69,9 +67,7 @@ def _walk(
     # Where the run and the segment began; first − 1 stands for any place before.
     run = first - (earlier == token).to(tl.int32)
     segment = first - ((earlier == token) & (other == group)).to(tl.int32)
-    part = tl.zeros((BW,), tl.float32)
-    total = tl.zeros((BW,), tl.float32)
-    squares = tl.zeros((BW,), tl.float32)
+    part, total, squares = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
     row = _row(G, order, first, w, W)
     for step in range(end - first):
         i = first + step
@@ -94,8 +90,7 @@ def _walk(
                 at = token.to(tl.int64) * W + w
                 tl.store(D + at, total, mask=inside)
                 tl.store(S + at, squares, mask=inside)
-            total = tl.zeros((BW,), tl.float32)
-            squares = tl.zeros((BW,), tl.float32)
+            total, squares = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
             run = i + 1
         token, group, row = after, other, next_row
     if run < end:  # it goes on
@@ -113,7 +108,7 @@ def _walk(
 def _join(
     C, tokens, order, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Complete the segment that begins in this chunk, not the last, and goes on; add it to its run here."""
+    """Complete the segment that begins in this chunk (not the last) and goes on; add it to its run here."""
     chunk = tl.program_id(0)
     token, group = _place(tokens, order, chunk * CHUNK + CHUNK - 1, N, R)
     after, next_group = _place(tokens, order, chunk * CHUNK + CHUNK, N, R)
@@ -139,10 +134,8 @@ def _join(
 
 
 @triton.jit
-def _finish(
-    tokens, D, S, runs, N, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
-    """Complete the run that begins in this chunk, not the last, and goes on."""
+def _finish(tokens, D, S, runs, N, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr):
+    """Complete the run that begins in this chunk (not the last) and goes on."""
     chunk = tl.program_id(0)
     first, end = chunk * CHUNK, chunk * CHUNK + CHUNK
     token, after = tl.load(tokens + end - 1), tl.load(tokens + end)
@@ -170,8 +163,7 @@ def _finish(
 
 def serves(ids: Tensor, G: Tensor, rows: int) -> bool:
     """Whether the kernels take these operands: at least one place, at most 32 bits a number, indices of 31 bits."""
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    return G.dtype in floats and G.numel() > 0 and ids.numel() < 1 << 30 and rows < 1 << 31
+    return G.dtype in FLOATS and G.numel() > 0 and ids.numel() < 1 << 30 and rows < 1 << 31
 
 
 def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -199,11 +191,7 @@ def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None)
     return D, S
 
 
-def _shapes(ids: Tensor, G: Tensor, rows: int, c: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = G.new_empty(rows, G.shape[-1], dtype=torch.float32)
-    return out, torch.empty_like(out)
-
-
 embedding_square_op = operator(
-    "embedding_square(Tensor ids, Tensor G, SymInt rows, Tensor? c) -> (Tensor, Tensor)", _shapes
+    "embedding_square(Tensor ids, Tensor G, SymInt rows, Tensor? c) -> (Tensor, Tensor)",
+    lambda ids, G, rows, c: pair_of(G, (rows, G.shape[-1])),
 )(embedding_square)

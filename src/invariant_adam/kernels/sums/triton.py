@@ -1,4 +1,4 @@
-"""The Triton twins of `sums`: chunks of a group's rows summed by blocks, and the chunks added up in order."""
+"""`row_sums` and `norm_sums` in Triton: blocks sum chunks of a group's rows, and the chunks are added in order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch_norm_triton import Plan, _spot, plan
-from .launch import Launch
+from ..batch_norm.triton import RowLaunches, leave_sums, row_launches, spot
+from ..launch import Launch
+from ..ops import FLOATS
 
 
 @triton.jit
 def _sum_rows(G, X, mean, rstd, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ g x̂, where there is an X, and Σ g of a chunk; mean and rstd are per row."""
-    k, c, first, end, piece = _spot(tl.program_id(0), C, R, CHUNK, BC)
-    total = tl.zeros((BR, BC), tl.float32)
-    products = tl.zeros((BR, BC), tl.float32)
+    k, c, first, end, piece = spot(tl.program_id(0), C, R, CHUNK, BC)
+    total, products = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
     for r in tl.range(first, end, BR):
         rows = r + tl.arange(0, BR)
         inside = (rows < end)[:, None] & (c < C)[None, :]
@@ -31,26 +31,21 @@ def _sum_rows(G, X, mean, rstd, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.c
             scale = tl.load(rstd + row, mask=rows < end, other=0.0).to(tl.float32)
             x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
             products += g * ((x - mu[:, None]) * scale[:, None])
-    here = partial + piece.to(tl.int64) * (2 * C) + c
-    tl.store(here, tl.sum(products, 0), mask=c < C)
-    tl.store(here + C, tl.sum(total, 0), mask=c < C)
+    leave_sums(partial, piece, c, C, products, total)
 
 
 def serves(G: Tensor) -> bool:
     """Whether the kernels take these rows: in memory one after another, at most 32 bits a number."""
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    return G.dtype in floats and G.numel() > 0 and G.is_contiguous()
+    return G.dtype in FLOATS and G.numel() > 0 and G.is_contiguous()
 
 
 def norm_sums(
     G: Tensor, X: Tensor | None, mean: Tensor | None, rstd: Tensor | None, c: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """e and a (κ, 2, C) and their pairs (4, C), in float32: see `sums.norm_sums`."""
+    """e and a (κ, 2, C) and their pairs (4, C), in float32."""
     kappa = G.shape[0]
-    p, sum_rows = _plan(G.shape[2], G.numel(), kappa, G.device)
-    partial = torch.empty(kappa, p.chunks, 2, p.channels, dtype=torch.float32, device=G.device)
-    each = torch.empty(kappa, 2, p.channels, dtype=torch.float32, device=G.device)
-    pairs = torch.empty(4, p.channels, dtype=torch.float32, device=G.device)
+    p, sum_rows = _launches(G.shape[2], G.numel(), kappa, G.device)
+    partial, each, pairs = p.empty(kappa, p.chunks, 2), p.empty(kappa, 2), p.empty(4)
     mean, rstd = (None if t is None else t.contiguous() for t in (mean, rstd))
     sum_rows(G, X, mean, rstd, partial)
     p.finish_gradients(partial, None if c is None else c.to(torch.float32), each, pairs)
@@ -58,8 +53,8 @@ def norm_sums(
 
 
 @lru_cache(maxsize=1024)
-def _plan(channels: int, numel: int, kappa: int, device: torch.device) -> tuple[Plan, Launch]:
-    p = plan(channels, numel, kappa, device)
+def _launches(channels: int, numel: int, kappa: int, device: torch.device) -> tuple[RowLaunches, Launch]:
+    p = row_launches(channels, numel, kappa, device)
     return p, p.launch(_sum_rows)
 
 

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invariant_adam.kernels import adam_torch
+from invariant_adam.kernels import adam
+from invariant_adam.kernels.adam import torch as adam_torch
+from invariant_adam.kernels.ops import operator
 
 try:
-    from invariant_adam.kernels import adam_triton
+    from invariant_adam.kernels.adam import triton as adam_triton
 except ImportError:
     adam_triton = None
 
@@ -136,6 +138,17 @@ def test_scalars_in_slots_are_those_of_the_floats(kernels, device, one):
         rest = {key: factor * SCALARS[key] for key in ("size", "eps", "decay")}
         kernels.step(w, m, v, **rest, slots=row)
     torch.testing.assert_close(*sets)
+
+
+@operator(
+    "fold_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] squares, Tensor(d!)[] exp_avgs, "
+    "Tensor(e!)[] exp_avg_sqs, float[] scalars, Tensor(f!) count) -> ()",
+    lambda *_: None,
+)
+def fold_step_op(params, grads, squares, exp_avgs, exp_avg_sqs, scalars, count):
+    keep1, keep2, gain1, gain2, size, eps, decay = scalars
+    lists = (list(params), list(grads), list(squares) or None, list(exp_avgs), list(exp_avg_sqs))
+    adam.fold_step(*lists, keep=(keep1, keep2), gain=(gain1, gain2), size=size, eps=eps, decay=decay, count=count)
 
 
 def test_fold_step_is_an_operator(device):

@@ -23,17 +23,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from invariant_adam.kernels import (
-    adam_triton,
-    batch_norm_triton,
-    chip,
-    conv_ways,
-    embedding_square_triton,
-    gemm_square_triton,
-    sums_triton,
-)
+from invariant_adam.kernels import chip
 from invariant_adam.kernels.adam import Fold
-from invariant_adam.kernels.conv_square import Geometry
+from invariant_adam.kernels.adam import triton as adam_triton
+from invariant_adam.kernels.batch_norm import triton as batch_norm_triton
+from invariant_adam.kernels.conv_square import Geometry, ways
+from invariant_adam.kernels.embedding_square import triton as embedding_square_triton
+from invariant_adam.kernels.gemm_square import triton as gemm_square_triton
+from invariant_adam.kernels.sums import triton as sums_triton
 
 
 class Model(NamedTuple):
@@ -164,12 +161,12 @@ def conv(dtype: torch.dtype, few: bool) -> None:
         weight = (out, inner // groups, taps, taps)
         geo = Geometry(weight, (stride,) * 2, (padding,) * 2, (1, 1), False, (0, 0), groups)
         G, X = empty(8, images, out, high, high, dtype=dtype), empty(8, images, inner, side, side, dtype=dtype)
-        found = [c for c in conv_ways.candidates(G, X, geo) if c.way not in ("library", "product")]  # others' kernels
+        found = [c for c in ways.candidates(G, X, geo) if c.way not in ("library", "product")]  # others' kernels
         first, last = {c.way: c for c in reversed(found)}, {c.way: c for c in found}
         for i, config in enumerate(dict.fromkeys(found[:1] if few else [*first.values(), *last.values()])):
             c = empty(8) if i % 2 else None
-            target = into(*weight) if i == 0 and conv_ways.folds(config, G, geo, empty(*weight)) else None
-            conv_ways.conv_square(G, X, geo, c, into=target, config=config)
+            target = into(*weight) if i == 0 and ways.folds(config, G, geo, empty(*weight)) else None
+            ways.conv_square(G, X, geo, c, into=target, config=config)
 
 
 PARTS = (adam, batch_norm, sums, embedding, gemm, conv)
@@ -205,7 +202,7 @@ def launched() -> set[str]:
 
 
 def title(kernel: Any) -> str:
-    return f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
+    return f"{kernel.__module__.split('.')[2]}.{kernel.__name__}"
 
 
 def main(name: str, few: bool) -> None:

@@ -1,12 +1,14 @@
-"""The Triton twins of `adam.fold`, `step` and `fold_step`: one pass over memory each, many tensors in one launch.
+"""`fold`, `step` and `fold_step` in Triton: one pass over memory each, many tensors in one launch.
 
     fold        reads g, m, v and writes m, v:        20 bytes per parameter in float32
     step        reads w, m, v and writes w:           16 bytes
     fold_step   reads g, m, v, w and writes m, v, w:  28 bytes
 
-A launch covers a list of tensors by two small tables on the device: their addresses, and for each block the tensor it
-works on and where in it. Moments and weights stay where they are, so the tables are made once and found again by
-their addresses. Scalars are ordinary arguments, which Triton does not specialise on: no recompilation when they change.
+Two small tables on the device tell a launch of its tensors: their addresses, and for each block its tensor and its
+place there. Moments and weights stay where they are, so a table is made once and found again by the addresses. Triton
+does not compile anew for other values of a float, so scalars are ordinary arguments.
+
+`put_tile` folds for kernels that make a gradient tile by tile.
 """
 
 from __future__ import annotations
@@ -23,20 +25,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, cdiv
+from ..launch import Launch, cdiv
+from . import Fold
+from .torch import Factors, Tensors
 
 BLOCK, WARPS = 4096, 8
 BLOCK_BOTH, WARPS_BOTH = 512, 4  # of fold_step, which has more in flight
-LIMIT = math.sqrt(torch.finfo(torch.float32).max) / 1024  # as in `adam.guard`
+LIMIT = math.sqrt(torch.finfo(torch.float32).max) / 1024  # as in `guard`
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Finds room for the tables of a graph that is being captured: see `tables_on`.
+room_for: Callable[[Tensor, torch.device], Tensor] | None = None
 
 
 @triton.jit
 def _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
-    """m ← keep₁m + gain₁g, v ← keep₂v + gain₂g² on one block, not stored yet, and where g counted as zero.
+    """m ← keep₁m + gain₁g and v ← keep₂v + gain₂g² of one block, not stored yet; and where g is bad, and left out.
 
-    That is where it would poison them. `inside` is None for a block that is full: without a mask the loads are 16 bytes
-    wide whatever the tensor's size. Everything is read before anything is written: a read cannot pass a write.
+    `inside` is None for a full block: without a mask the loads are 16 bytes wide whatever the tensor's size. Everything
+    is read before anything is written, because a read cannot pass a write.
     """
     x = tl.load(g + at, mask=inside).to(tl.float32)
     first, second = tl.load(m + at, mask=inside), tl.load(v + at, mask=inside)
@@ -57,7 +63,7 @@ def _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S
 
 @triton.jit
 def _count(bad, count):
-    """Add up what was left out."""
+    """Count what was left out."""
     here = tl.sum(bad.to(tl.int32), 0)
     if here > 0:
         tl.atomic_add(count, here.to(tl.int64))
@@ -67,14 +73,6 @@ def _count(bad, count):
 def _moved(x, first, second, size, eps, decay, W: tl.constexpr):
     """decay·w − size·m/(√v + eps)."""
     return (decay * x.to(tl.float32) - size * (first / (tl.sqrt(second) + eps))).to(W)
-
-
-@triton.jit
-def _fold_and_store(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
-    first, second, bad = _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S)
-    tl.store(m + at, first, mask=inside)
-    tl.store(v + at, second, mask=inside)
-    _count(bad, count)
 
 
 @triton.jit
@@ -101,6 +99,52 @@ def _fold_scalars(slots, keep1, keep2, gain1, gain2):
     if slots is not None:
         keep1, keep2, gain1, gain2 = tl.load(slots), tl.load(slots + 1), tl.load(slots + 2), tl.load(slots + 3)
     return keep1, keep2, gain1, gain2
+
+
+@triton.jit
+def put_tile(
+    D, S, at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO: tl.constexpr
+):  # fmt: skip
+    """Store the sums of a tile, or fold them into the moments D and S; what is not finite is left out and counted."""
+    if INTO:
+        m, v = D + at, S + at
+        keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
+        good = (tl.abs(total) < limit) & (tl.abs(squares) < limit * limit)  # NaN is not below anything
+        tl.store(m, keep1 * tl.load(m, mask=inside) + gain1 * tl.where(good, total, 0.0), mask=inside)
+        tl.store(v, keep2 * tl.load(v, mask=inside) + gain2 * tl.where(good, squares, 0.0), mask=inside)
+        bad = tl.sum(tl.sum((inside & (good == 0)).to(tl.int32), 1), 0)
+        if bad > 0:
+            tl.atomic_add(count, bad.to(tl.int64))
+    else:
+        tl.store(D + at, total, mask=inside)
+        tl.store(S + at, squares, mask=inside)
+
+
+def put_arguments(into: Fold | None) -> tuple[Any, ...]:
+    """The arguments of `put_tile` from `slots` to `limit`."""
+    if into is None:
+        return None, None, 0.0, 0.0, 0.0, 0.0, LIMIT
+    return into.slots, into.count, *into.keep, *into.gain, LIMIT
+
+
+@triton.jit
+def _fold_and_store(g, s, m, v, at, inside, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr):
+    first, second, bad = _fold_block(g, s, m, v, at, inside, keep1, keep2, gain1, gain2, limit, HAS_S)
+    tl.store(m + at, first, mask=inside)
+    tl.store(v + at, second, mask=inside)
+    _count(bad, count)
+
+
+@triton.jit
+def _fold_at(
+    g, s, m, v, first, n, count, keep1, keep2, gain1, gain2, limit, HAS_S: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """The block of a tensor of n elements that begins at `first`."""
+    at = first + tl.arange(0, SIZE)
+    if first + SIZE <= n:
+        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+    else:
+        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
 
 
 @triton.jit
@@ -133,11 +177,7 @@ def _fold(
     row, first, n = _place(tensors, blocks, sizes, 4, SIZE)
     g, s = _pointer(row, 0, G), _pointer(row, 1, tl.float32)
     m, v = _pointer(row, 2, tl.float32), _pointer(row, 3, tl.float32)
-    at = first + tl.arange(0, SIZE)
-    if first + SIZE <= n:
-        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
-    else:
-        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+    _fold_at(g, s, m, v, first, n, count, keep1, keep2, gain1, gain2, limit, HAS_S, SIZE)
 
 
 @triton.jit
@@ -145,11 +185,7 @@ def _fold_one(g, s, m, v, n, slots, count, keep1, keep2, gain1, gain2, limit, HA
     """One block of the only tensor."""
     keep1, keep2, gain1, gain2 = _fold_scalars(slots, keep1, keep2, gain1, gain2)
     first = tl.program_id(0).to(tl.int64) * SIZE
-    at = first + tl.arange(0, SIZE)
-    if first + SIZE <= n:
-        _fold_and_store(g, s, m, v, at, None, count, keep1, keep2, gain1, gain2, limit, HAS_S)
-    else:
-        _fold_and_store(g, s, m, v, at, at < n, count, keep1, keep2, gain1, gain2, limit, HAS_S)
+    _fold_at(g, s, m, v, first, n, count, keep1, keep2, gain1, gain2, limit, HAS_S, SIZE)
 
 
 @triton.jit
@@ -187,8 +223,8 @@ def _fold_step(
         )
 
 
-def serves(tensors: list[Tensor], *moments: list[Tensor]) -> bool:
-    """Whether these kernels can take the lists: dense tensors of equal layout and alignment, float32 moments."""
+def serves(tensors: Tensors, *moments: Tensors) -> bool:
+    """Whether these kernels take the lists: dense aligned tensors of one layout each, moments in float32."""
     strides = list(map(Tensor.stride, tensors))
     return (
         set(map(_dtype, tensors)) <= DTYPES.keys()
@@ -207,10 +243,9 @@ def _is_dense(t: Tensor) -> bool:
 
 
 def _lie_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense tensors of one shape have their elements in the same order: strides of size 1 mean nothing.
+    """Whether two dense tensors of one shape have their elements in the same order.
 
-    A convolution of one tap is both contiguous and channels last, and its gradient may say the one, its moments the
-    other.
+    Strides of sides of size 1 mean nothing: the weight of a 1 × 1 convolution is both contiguous and channels last.
     """
     return a.stride() == b.stride() or all(
         n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)
@@ -218,17 +253,10 @@ def _lie_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def fold(
-    grads: list[Tensor],
-    squares: list[Tensor] | None,
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    keep: tuple[float, float],
-    gain: tuple[float, float],
-    count: Tensor,
-    slots: Tensor | None = None,
-) -> None:
-    """Fold as `adam.fold` does, non-finite elements left out and counted in the same pass."""
+    grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
+    keep: Factors, gain: Factors, count: Tensor, slots: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fold as `torch.fold` does; elements that are not finite are left out and counted in the same pass."""
     scalars = (slots, count, *keep, *gain, LIMIT)
     has = squares is not None
     if len(grads) == 1:
@@ -242,46 +270,27 @@ def fold(
 
 
 def step(
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    size: float,
-    eps: float,
-    decay: float,
-    slots: Tensor | None = None,
-) -> None:
-    """Step as `adam.step` does."""
+    params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
+    size: float, eps: float, decay: float, slots: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Step as `torch.step` does."""
     tables, n = _tables(params, exp_avgs, exp_avg_sqs)
     if n:
         _start_step(n, params[0].dtype)(*tables, slots, size, eps, decay)
 
 
 def fold_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    squares: list[Tensor] | None,
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    keep: tuple[float, float],
-    gain: tuple[float, float],
-    size: float,
-    eps: float,
-    decay: float,
-    count: Tensor,
-    slots: Tensor | None = None,
-) -> None:
-    """Fold and step as `adam.fold_step` does, in one launch."""
+    params: Tensors, grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
+    keep: Factors, gain: Factors, size: float, eps: float, decay: float, count: Tensor, slots: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fold and step as `torch.fold_step` does, in one launch."""
     tables, n = _tables(params, grads, squares or grads, exp_avgs, exp_avg_sqs, block=BLOCK_BOTH)
     if n:
         start = _start_fold_step(n, params[0].dtype, grads[0].dtype, squares is not None)
         start(*tables, slots, count, *keep, *gain, LIMIT, size, eps, decay)
 
 
-# The launches over so many blocks, or one tensor of so many elements.
-
-
+# The launches: over one tensor of so many elements, or over so many blocks.
 @lru_cache(maxsize=4096)
 def _start_fold_one(numel: int, has: bool) -> Launch:
     return Launch(_fold_one, (cdiv(numel, BLOCK),), n=numel, HAS_S=has, SIZE=BLOCK, num_warps=WARPS)
@@ -299,36 +308,29 @@ def _start_step(n: int, w: torch.dtype) -> Launch:
 
 @lru_cache(maxsize=256)
 def _start_fold_step(n: int, w: torch.dtype, g: torch.dtype, has: bool) -> Launch:
-    types: Any = {"W": DTYPES[w], "G": DTYPES[g]}
-    return Launch(_fold_step, (n,), **types, HAS_S=has, SIZE=BLOCK_BOTH, num_warps=WARPS_BOTH)
+    fixed = {"W": DTYPES[w], "G": DTYPES[g], "HAS_S": has, "SIZE": BLOCK_BOTH, "num_warps": WARPS_BOTH}
+    return Launch(_fold_step, (n,), **fixed)
 
 
-def _tables(*lists: list[Tensor], block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+def _tables(*lists: Tensors, block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Addresses, blocks and sizes of a launch over `lists`, and how many blocks it has."""
     device = lists[0][0].device
     pointers = tuple(map(Tensor.data_ptr, chain.from_iterable(zip(*lists, strict=True))))
     numels = tuple(map(Tensor.numel, lists[0]))
-    if shelf is not None:  # found again by nobody else: a graph must own what it reads
+    if room_for is not None:  # a graph must own what it reads
         tables, n = _cut(numels, block)
-        address, blocks, sizes = (shelf(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
+        address, blocks, sizes = (room_for(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
         return (address, blocks, sizes), n
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     blocks, sizes, n = _blocks(numels, block, device, stream)
     return (_addresses(pointers, device, stream), blocks, sizes), n
 
 
-# Where the tables of a graph that is being captured go (see `graphs`): host table, device -> table on the device.
-shelf: Callable[[Tensor, torch.device], Tensor] | None = None
-
-
-# Tables are kept by stream: one that is dropped goes back to the stream it was made on, and what others have still to
-# read would be written over.
-
-
+# Tables are kept by stream: the memory of a dropped one goes back to the stream that it was made on, and another stream
+# may have yet to read it.
 @lru_cache(maxsize=256)
 def _addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    # Without making the host wait: gradients are elsewhere in each update. From pinned memory, which the copy keeps
-    # alive until it is done.
+    # Gradients are elsewhere in each update, so the host must not wait; the copy keeps the pinned memory alive.
     table = torch.tensor(pointers, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
@@ -340,7 +342,7 @@ def _blocks(numels: tuple[int, ...], block: int, device: torch.device, stream: i
 
 
 def _cut(numels: tuple[int, ...], block: int) -> tuple[tuple[Tensor, Tensor], int]:
-    """For each block of so many elements, the tensor it is of and its place there; and the sizes of the tensors."""
+    """The tensor of each block and the block's place there, and the sizes of the tensors; how many blocks there are."""
     counts = torch.tensor([cdiv(n, block) for n in numels], dtype=torch.int64)
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
     place = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)

@@ -1,7 +1,7 @@
-"""Invariant Adam's passes over memory in plain torch, for every device: `guard`, `clip`, `fold`, `step`, `fold_step`.
+"""Invariant Adam's passes over memory in plain torch, for every device.
 
-Each takes lists of tensors that share a device, a dtype per list and all scalars. The scalars are Python floats:
-a changed learning rate is a changed argument, so it costs neither a host sync nor a recompilation.
+Each function takes lists of tensors that share a device and all scalars; each list has one dtype. The scalars are
+Python floats: a changed learning rate is a changed argument, and costs neither a host sync nor a recompilation.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Elements that may be copied or allocated at a time on an accelerator, where launches are worth sharing.
-_PART = 1 << 24
+Tensors = list[Tensor]
+Factors = tuple[float, float]  # on m and g, on v and g²
+_PART = 1 << 24  # elements copied or allocated at a time on an accelerator, where tensors share launches
 
 
-def guard(grads: list[Tensor], squares: list[Tensor] | None, count: Tensor) -> None:
+def guard(grads: Tensors, squares: Tensors | None, count: Tensor) -> None:
     """Set to zero in place, and count, the elements that would leave a moment non-finite.
 
     These are NaNs, infinities, and values so large that sums of their squares would overflow. On the CPU one norm per
-    tensor finds the usual case, where there is nothing to do; elsewhere looking at it would stop the host, so no branch
-    is taken.
+    tensor tells whether there is anything to do, usually not. Elsewhere the host would wait for that norm: there is no
+    such test.
 
     >>> g, count = torch.tensor([1.0, math.nan, 1e30]), torch.tensor(0)
     >>> guard([g], None, count)
@@ -46,12 +47,12 @@ def guard(grads: list[Tensor], squares: list[Tensor] | None, count: Tensor) -> N
 
 @cache
 def _limit(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """The dtype in which `dtype` is squared, and the magnitude up to which sums of squares are safe in it."""
+    """The dtype in which `dtype` is squared, and the magnitude below which sums of squares do not overflow there."""
     wide = torch.promote_types(dtype, torch.float32)
     return wide, math.sqrt(torch.finfo(wide).max) / 1024  # 1.8e16 in float32
 
 
-def clip(grads: list[Tensor], max_norm: float, divisor: float = 1.0) -> list[Tensor]:
+def clip(grads: Tensors, max_norm: float, divisor: float = 1.0) -> Tensors:
     """Return `grads` scaled so that their common norm times `divisor` is at most `max_norm`; may write over them.
 
     Gradients of 16 bits come back in float32, where a small factor does not round to zero.
@@ -68,29 +69,22 @@ def clip(grads: list[Tensor], max_norm: float, divisor: float = 1.0) -> list[Ten
 
 
 def fold(
-    grads: list[Tensor],
-    squares: list[Tensor] | None,
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    keep: tuple[float, float],
-    gain: tuple[float, float],
-    count: Tensor,
-    slots: Tensor | None = None,
-) -> None:
-    """Fold one micro-batch, or the pair of a one-pass mini-batch, into the moments in place.
+    grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
+    keep: Factors, gain: Factors, count: Tensor, slots: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fold a micro-batch's gradients, or the pairs of a one-pass mini-batch, into the moments in place.
 
         m ← keep₁·m + gain₁·g        v ← keep₂·v + gain₂·g²
 
     Args:
         grads: g, in the parameters' dtype.
-        squares: what stands for g² (a one-pass mini-batch's mean of squares); None to square `grads`.
+        squares: what stands for g² (the mean of a one-pass mini-batch's squares); None to square `grads`.
         exp_avgs: m.
         exp_avg_sqs: v.
         keep: factors on m and v; 1 after the first micro-batch of an update.
         gain: factors on g and g².
-        count: where the elements are counted that `guard` leaves out.
-        slots: keep and gain on the device, in place of the floats (see `adam`).
+        count: counts the elements that `guard` leaves out.
+        slots: keep and gain on the device, in place of the floats (see the package).
 
     >>> g, m, v = torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([1.0])
     >>> fold([g], None, [m], [v], keep=(0.5, 0.25), gain=(0.5, 0.75), count=torch.tensor(0))
@@ -98,15 +92,11 @@ def fold(
     (2.0, 7.0)
     """
     for part in _parts(grads):
-        guard(grads[part], None if squares is None else squares[part], count)
-        m, v = exp_avgs[part], exp_avg_sqs[part]
-        # The square is taken in the moments' precision: a bfloat16 product would keep 8 bits of it.
-        g = (
-            grads[part]
-            if grads[0].dtype == m[0].dtype
-            else [x.to(y.dtype) for x, y in zip(grads[part], m, strict=True)]
-        )
+        g, m, v = grads[part], exp_avgs[part], exp_avg_sqs[part]
         sq = None if squares is None else squares[part]
+        guard(g, sq, count)
+        if g[0].dtype != m[0].dtype:  # squared in the moments' precision: a bfloat16 product would keep 8 bits
+            g = [x.to(y.dtype) for x, y in zip(g, m, strict=True)]
         if slots is not None:
             keep1, keep2, gain1, gain2 = slots[:4].unbind()
             torch._foreach_mul_(m, keep1)
@@ -126,19 +116,12 @@ def fold(
 
 
 def step(
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    size: float,
-    eps: float,
-    decay: float,
-    slots: Tensor | None = None,
-) -> None:
+    params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
+    size: float, eps: float, decay: float, slots: Tensor | None = None,
+) -> None:  # fmt: skip
     """Move the weights in place: w ← decay·w − size·m / (√v + eps).
 
-    Debiasing, normalisation and the learning rate are all inside `size` and `eps`, so that m and v are read once
-    and never written.
+    `size` and `eps` contain debiasing, normalisation and the learning rate, so m and v are read once and not written.
 
     >>> w, m, v = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0])
     >>> step([w], [m], [v], size=0.25, eps=0.0, decay=0.5)
@@ -147,7 +130,7 @@ def step(
     """
     for part in _parts(params):
         m, v = exp_avgs[part], exp_avg_sqs[part]
-        # The arithmetic is done in the moments' precision and rounded to the weights' once.
+        # In the moments' precision, rounded to the weights' once.
         w = [x.to(y.dtype) for x, y in zip(params[part], m, strict=True)]
         denominators = torch._foreach_sqrt(v)
         if slots is None:
@@ -164,21 +147,10 @@ def step(
 
 
 def fold_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    squares: list[Tensor] | None,
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    keep: tuple[float, float],
-    gain: tuple[float, float],
-    size: float,
-    eps: float,
-    decay: float,
-    count: Tensor,
-    slots: Tensor | None = None,
-) -> None:
-    """`fold`, then `step`, on one part of the lists after the other, so that a part is still in the cache.
+    params: Tensors, grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
+    keep: Factors, gain: Factors, size: float, eps: float, decay: float, count: Tensor, slots: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`fold`, then `step`, part by part of the lists, so that `step` finds a part in the cache.
 
     >>> w, g, m, v = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([1.0])
     >>> scalars = {"keep": (0.5, 0.25), "gain": (0.5, 0.75), "size": 0.25, "eps": 0.0, "decay": 1.0}
@@ -193,8 +165,8 @@ def fold_step(
         step(params[part], m, v, size=size, eps=eps, decay=decay, slots=slots)
 
 
-def _parts(tensors: list[Tensor]) -> Iterator[slice]:
-    """Cut a list so that temporaries stay small: one tensor at a time on the CPU, where the cache is what counts."""
+def _parts(tensors: Tensors) -> Iterator[slice]:
+    """Cut a list so that temporaries stay small: on the CPU, where they must fit the cache, one tensor at a time."""
     limit = 1 if tensors[0].device.type == "cpu" else _PART
     start = elements = 0
     for i, t in enumerate(tensors):

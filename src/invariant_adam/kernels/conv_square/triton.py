@@ -1,20 +1,20 @@
-"""The Triton twin of `conv_square` for 2-d convolutions: dW and the squares of its groups' parts in one implicit GEMM.
+"""`conv_square` in Triton for 2-d convolutions: dW and the squares of its groups' parts in one implicit GEMM.
 
 For κ groups of m images, with output gradients G and inputs X in channels-last memory, each tap (y, x) of the weight is
 
     dW[:, y, x, :] = Σ_k P_k        S[:, y, x, :] = Σ_k c_k P_k²        P_k = Σ_r G_kᵀ[:, r] X_k[at(r) + tap, :]
 
-over the R = m·H_out·W_out output positions r of a group: a product of matrices whose second factor is read from
-shifted rows, zeros outside the image. A block owns a tile of output channels × (input channels of one tap); narrow
-inputs share a tile among neighbouring taps. The loop over groups is that of `gemm_square_triton`.
+over the R = m·H_out·W_out output positions r of a group: a product of matrices whose second factor has shifted rows,
+zeros outside the image. A block owns a tile of output channels × (input channels of one tap); narrow inputs share a
+tile among neighbouring taps. The loop over groups is that of `gemm_square`.
 
 Where the rows of a step are a box of the image (`box`), Hopper's tile loads fetch it shifted by the tap, with zeros for
-what is outside. For a stride of s, X is seen as (images, H/s, s, W/s, s·I): what a tap meets is a box of that. Else
-rows are gathered by address.
+what is outside. For a stride of s, X is seen as (images, H/s, s, W/s, s·I): what a tap meets is a box of that.
+Elsewhere rows are gathered by address.
 
-Tiles rarely fill the chip evenly. Those of the last round are cut into pieces of their groups (`divide`), whose sums
-go through a workspace and are added up in order by a second, small kernel: the same result every time. Where tiles and
-groups together are too few for the chip, groups are taken apart, too; the second kernel then makes the squares.
+Tiles rarely fill the chip evenly. Those of the last round are cut into pieces of their groups (`divide`). Their sums go
+through a workspace, and a second, small kernel adds them in order: the same result every time. Where tiles and groups
+together are too few for the chip, groups are cut too; the second kernel then makes the squares.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import chip
-from .adam import Fold
-from .adam_triton import LIMIT
-from .conv_square import Geometry
-from .gemm_square_triton import _fold_tile, _round_tf32
-from .launch import Launch, Tiles, cdiv, next_power_of_2
+from .. import chip
+from ..adam import Fold
+from ..adam.triton import put_arguments, put_tile
+from ..gemm_square.triton import round_tf32
+from ..launch import Launch, Tiles, cdiv, next_power_of_2
+from .torch import Geometry
 
 
-class Config(NamedTuple):
+class ConvConfig(NamedTuple):
     """A way to a convolution's pair, and how its kernel runs."""
 
     bm: int = 128  # output channels
@@ -45,7 +45,7 @@ class Config(NamedTuple):
     stages: int = 3
     boxes: bool = True  # whether inputs are loaded as boxes, where they can be
     pieces: int = 0  # into how many the tiles of the last round are cut; 0: as `divide` says
-    way: str = "implicit"  # see `conv_ways`
+    way: str = "implicit"  # see `ways`
 
 
 @triton.jit
@@ -108,8 +108,7 @@ def _conv_square(
         # A tap's offset as whole strides and what is left; the padding is added first, so that all are positive.
         oy, ox = (dy + SY * PY) % SY, (dx + SX * PX) % SX
         sy, sx = (dy + SY * PY) // SY - PY, (dx + SX * PX) // SX - PX
-    total = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM, BN), tl.float32)
+    total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     for k in tl.range(first, last, flatten=True):
         product = tl.zeros((BM, BN), tl.float32)
         for step in tl.range(begin, end):
@@ -138,7 +137,7 @@ def _conv_square(
                     inside = (_below(y + dy, H) & _below(x + dx, W))[:, None] & exists[None, :]
                 v = tl.load(there, mask=inside, other=0.0)
             if PRECISION == "tf32" and g.dtype == tl.float32:
-                g, v = _round_tf32(g), _round_tf32(v)
+                g, v = round_tf32(g), round_tf32(v)
             if STRIPS or DESCRIPTORS:
                 g = g.trans()
             product = tl.dot(g, v, product, input_precision=PRECISION)
@@ -153,10 +152,20 @@ def _conv_square(
     if SPLIT:
         here = partial + (piece * rest + tile).to(tl.int64) * (BM * BN)
         tl.store(here + tl.arange(0, BM)[:, None] * BN + across[None, :], total)
+    elif partial is None:  # no tile is cut
+        _deliver(
+            total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
+            CI, KH, KW, BM, BN, FLAT, INTO,
+        )  # fmt: skip
+    elif last - first < KAPPA:  # the sums of a piece stay in the workspace
+        here = partial + (piece * rest + tile - whole).to(tl.int64) * (2 * BM * BN)
+        here += tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        tl.store(here, total)
+        tl.store(here + BM * BN, squares)
     else:
-        _leave(
-            total, squares, tile, piece, last - first < KAPPA, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-            slots, count, keep1, keep2, gain1, gain2, limit, CI, KH, KW, BM, BN, FLAT, INTO,
+        _deliver(
+            total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
+            CI, KH, KW, BM, BN, FLAT, INTO,
         )  # fmt: skip
 
 
@@ -164,32 +173,6 @@ def _conv_square(
 def _below(i, size: tl.constexpr):
     """0 ≤ i < size, in one comparison."""
     return i.to(tl.uint32, bitcast=True) < size
-
-
-@triton.jit
-def _leave(
-    total, squares, tile, piece, cut, partial, D, S, CO, whole, rest, s0, s1, s2, s3,
-    slots, count, keep1, keep2, gain1, gain2, limit,
-    CI: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, FLAT: tl.constexpr, INTO: tl.constexpr,
-):  # fmt: skip
-    """Leave the sums of a piece in the workspace, those of a whole tile where they belong."""
-    if partial is not None:  # it is None when no tile is cut, which is known when the kernel is compiled
-        if cut:
-            here = partial + (piece * rest + tile - whole).to(tl.int64) * (2 * BM * BN)
-            here += tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-            tl.store(here, total)
-            tl.store(here + BM * BN, squares)
-        else:
-            _deliver(
-                total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
-                CI, KH, KW, BM, BN, FLAT, INTO,
-            )  # fmt: skip
-    else:
-        _deliver(
-            total, squares, tile, D, S, CO, s0, s1, s2, s3, slots, count, keep1, keep2, gain1, gain2, limit,
-            CI, KH, KW, BM, BN, FLAT, INTO,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -204,11 +187,7 @@ def _deliver(
     rm = m + tl.arange(0, BM)
     at = (j * CO + rm)[:, None] * s0 + (channels * s1 + taps // KW * s2 + taps % KW * s3)[None, :]
     mask = (rm < CO)[:, None] & exists[None, :]
-    if INTO:
-        _fold_tile(D + at, S + at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit)
-    else:
-        tl.store(D + at, total, mask=mask)
-        tl.store(S + at, squares, mask=mask)
+    put_tile(D, S, at, total, squares, mask, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
 
 
 @triton.jit
@@ -224,8 +203,7 @@ def _finish(
     e = tl.program_id(1) * E + tl.arange(0, E)
     rm, rn = m + e // BN, n + e % BN
     taps, channels, exists = _columns(rn, tap, CI, KH * KW, FLAT)
-    total = tl.zeros((E,), tl.float32)
-    squares = tl.zeros((E,), tl.float32)
+    total, squares = tl.zeros((E,), tl.float32), tl.zeros((E,), tl.float32)
     if SPLIT:  # products of parts of groups: squared when they are those of groups
         for first in range(0, KAPPA, K):
             k = first + tl.arange(0, K)
@@ -252,68 +230,57 @@ def _finish(
     at = (j * CO + rm) * s0 + channels * s1 + taps // KW * s2 + taps % KW * s3
     mask = (rm < CO) & exists
     if INTO:
-        _fold_tile(
-            (D + at)[None, :], (S + at)[None, :], total[None, :], squares[None, :], mask[None, :],
-            slots, count, keep1, keep2, gain1, gain2, limit,
+        put_tile(
+            D, S, at[None, :], total[None, :], squares[None, :], mask[None, :],
+            slots, count, keep1, keep2, gain1, gain2, limit, INTO,
         )  # fmt: skip
     else:
         tl.store(D + at, total, mask=mask)
         tl.store(S + at, squares, mask=mask)
 
 
-def implicit(
-    G: Tensor,
-    X: Tensor,
-    geo: Geometry,
-    kappa: int,
-    c: Tensor | None,
-    config: Config,
-    D: Tensor,
-    S: Tensor,
-    into: Fold | None = None,
-) -> None:
-    """Write dW to D and its square to S, or fold them into these moments, with the numbers of `into`.
+class Task(NamedTuple):
+    """A convolution's pair to be made."""
 
-    Args:
-        G: (κ·m, O, H_out, W_out) in channels-last memory.
-        X: (κ·m, I, H, W) in channels-last memory. It may have other channels than the weight: those past the weight's
-            are left alone, and where the weight has more, they are the next pixels'.
-        geo: the convolution, with D's shape as that of its weight.
-        kappa: groups.
-        c: (κ,) float32, weighs the squares.
-        config: how.
-        D: of any strides.
-        S: of the same strides.
-        into: how they are folded.
-    """
-    # The hardware's tile loads (Hopper on) ask for 16-byte rows and addresses; others go by address, masked.
+    G: Tensor  # (κ·m, O, H_out, W_out) in channels-last memory
+    X: Tensor  # (κ·m, I, H, W) in channels-last memory; of more channels than the weight's the last are left alone,
+    # and where it has fewer, the missing ones are the next pixels'
+    geo: Geometry  # its weight has the shape of D
+    kappa: int  # groups
+    c: Tensor | None  # (κ,) float32, weighs the squares
+    config: ConvConfig
+    D: Tensor  # where dW goes, or the first moment; of any strides
+    S: Tensor  # where its square goes, or the second moment; of the same strides
+    into: Fold | None = None  # how the pair is folded into D and S; None: it is written there
+
+
+def implicit(task: Task) -> None:
+    """Make a pair by the implicit GEMM."""
+    G, X, geo, kappa, c, config, D, S, into = task
+    # The hardware's tile loads (Hopper on) need 16-byte rows and addresses; other loads go by address, masked.
     aligned = G.data_ptr() % 16 == 0, X.data_ptr() % 16 == 0
     key = (geo, G.shape, X.shape, kappa, G.dtype, G.device, aligned, config)
-    p = _plans.get(key)
+    p = _known.get(key)
     if p is None:
-        p = _plans[key] = Plan(G, X, geo, kappa, config)
+        p = _known[key] = ConvLaunches(task)
     partial = None if p.partial is None else torch.empty(p.partial, device=G.device)
-    nothing: tuple[Any, ...] = (None, None, 0.0, 0.0, 0.0, 0.0, LIMIT)
-    fold = nothing if into is None else (into.slots, into.count, *into.keep, *into.gain, LIMIT)
+    fold = put_arguments(into)
     start, finish = p.launches(D.stride(), c is not None, into is not None)
     g, x = G if p.of_g is None else p.of_g.of(G), X if p.of_x is None else p.of_x.of(X)
-    start(g, x, c, D, S, partial, *(nothing if p.split else fold))
+    start(g, x, c, D, S, partial, *(put_arguments(None) if p.split else fold))
     if finish is not None:
         finish(partial, c, D, S, *fold)
 
 
-# What the shapes and the alignment of a layer's operands are, and its configuration -> its plan, kept from update to
-# update.
-_plans: dict[tuple[Any, ...], Plan] = {}
+# The shapes and the alignment of a layer's operands, and its configuration -> its launches, kept from update to update.
+_known: dict[tuple[Any, ...], ConvLaunches] = {}
 
 
-class Plan:
-    """What the shapes and the alignment of the operands, and a configuration, fix of the launches.
+class ConvLaunches:
+    """What the shapes and the alignment of the operands, and a configuration, fix of the launches."""
 
-    Args: as of `implicit`.
-    """
-
-    def __init__(self, G: Tensor, X: Tensor, geo: Geometry, kappa: int, config: Config) -> None:
+    def __init__(self, task: Task) -> None:
+        G, X, geo, kappa, _, config = task[:6]
         self.device = G.device
         (n, wide, height, width), (high, across) = X.shape, G.shape[2:]
         images = n // kappa
@@ -323,15 +290,10 @@ class Plan:
         flat = inner < config.bn
         columns = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
         tiles = geo.groups * cdiv(out, config.bm) * columns
-        loads = [
-            chip.of(G.device).tile_loads
-            and t.shape[1] // geo.groups * t.element_size() % 16 == 0
-            and t.data_ptr() % 16 == 0
-            for t in (G, X)
-        ]
-        load = None
-        if config.boxes and all(loads) and not flat and boxed(geo, X):
-            load = box(config.bk, images, high, across)
+        odd = [t.shape[1] // geo.groups * t.element_size() % 16 or t.data_ptr() % 16 for t in (G, X)]  # bytes
+        loads = [chip.of(G.device).tile_loads and not rest for rest in odd]
+        fits = config.boxes and all(loads) and not flat and boxed(geo, X)
+        load = box(config.bk, images, high, across) if fits else None
         steps = cdiv(rows, config.bk)
         self.of_g: Tiles | None = None  # how G and X are loaded; None: by address
         self.of_x: Tiles | None = None
@@ -342,10 +304,9 @@ class Plan:
             sy, sx = geo.stride
             strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
             self.of_x = Tiles(strided, [*by[:2], 1, by[2], config.bn])
-        if strips:
-            self.of_g = Tiles(G.permute(0, 2, 3, 1).flatten(0, 1), [1, config.bk, config.bm])
-        elif loads[0]:
-            self.of_g = Tiles(G.permute(0, 2, 3, 1).view(kappa, rows, -1), [1, config.bk, config.bm])
+        if loads[0]:
+            g = G.permute(0, 2, 3, 1)
+            self.of_g = Tiles(g.flatten(0, 1) if strips else g.view(kappa, rows, -1), [1, config.bk, config.bm])
         whole, size, parts = divide(tiles, kappa, rows, config, chip.of(G.device).multiprocessors)
         rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
         if split:
@@ -362,10 +323,8 @@ class Plan:
             "R": rows, "IMAGES": images, "STEPS": steps, "GW": G.shape[1], "size": size,
             "XW": wide, "H": height, "W": width, "HO": high, "WO": across,
             "SY": geo.stride[0], "SX": geo.stride[1], "PY": geo.padding[0], "PX": geo.padding[1],
-            "DY": geo.dilation[0], "DX": geo.dilation[1],
-            "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2], "STRIPS": strips,
-            "DESCRIPTORS": loads[0], "BOXES": load is not None,
-            "num_warps": config.warps,
+            "DY": geo.dilation[0], "DX": geo.dilation[1], "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2],
+            "STRIPS": strips, "DESCRIPTORS": loads[0], "BOXES": load is not None, "num_warps": config.warps,
             "num_stages": chip.stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
         }  # fmt: skip
         at_once = min(32, next_power_of_2(max(1, parts)))
@@ -374,18 +333,11 @@ class Plan:
         self.found: dict[tuple[Any, ...], tuple[Launch, Launch | None]] = {}
 
     def launches(self, strides: tuple[int, ...], weighted: bool, into: bool) -> tuple[Launch, Launch | None]:
-        """The kernel, and the one that adds up pieces where there are any.
-
-        Args:
-            strides: of the results.
-            weighted: whether squares have coefficients.
-            into: whether the results are folded into moments.
-        """
+        """The kernel, and the one that adds up pieces, if there are any; `strides` are those of the results."""
         precision = chip.precision(self.device, torch.backends.cudnn.allow_tf32)
         key = (strides, weighted, into, precision)
         if key not in self.found:
-            common = self.common | dict(zip(("s0", "s1", "s2", "s3"), strides, strict=True))
-            common["HAS_C"] = weighted
+            common = self.common | dict(zip(("s0", "s1", "s2", "s3"), strides, strict=True)) | {"HAS_C": weighted}
             start = Launch(
                 _conv_square, self.grids[0], **common, **self.taps, INTO=into and not self.split, PRECISION=precision
             )
@@ -395,16 +347,16 @@ class Plan:
 
 
 def boxed(geo: Geometry, X: Tensor) -> bool:
-    """Whether boxes can be loaded of this input: 16 bits a number, whole strides, all channels in a pixel."""
+    """Whether boxes of this input can be loaded: 16 bits a number, whole strides, all channels in a pixel."""
     whole = all(size % stride == 0 for size, stride in zip(X.shape[-2:], geo.stride, strict=True))
     return whole and X.element_size() == 2 and X.shape[-3] >= geo.weight[1] * geo.groups
 
 
 def box(bk: int, images: int, height: int, width: int) -> tuple[tuple[int, int, int], bool] | None:
-    """The images, rows and columns that `bk` output positions are a box of, and whether they are but a strip of a row.
+    """The images, rows and columns of a box of `bk` output positions, and whether it is a strip, a part of a row.
 
-    Sides are powers of two. Boxes of whole rows or whole images follow each other in memory; strips do not, and waste
-    what sticks out at the end of a row. None where that would be more than a sixth.
+    Sides are powers of two. Boxes of whole rows or whole images follow each other in memory; strips do not, and what
+    sticks out at the end of a row is wasted. None where that would be more than a sixth.
 
     >>> box(64, 25, 32, 32), box(64, 25, 4, 4), box(64, 8, 56, 56), box(64, 8, 14, 14)
     (((1, 2, 32), False), ((4, 4, 4), False), ((1, 1, 64), True), None)
@@ -421,16 +373,16 @@ def box(bk: int, images: int, height: int, width: int) -> tuple[tuple[int, int, 
 
 
 @lru_cache(maxsize=1024)
-def divide(tiles: int, kappa: int, rows: int, config: Config, multiprocessors: int) -> tuple[int, int, int]:
-    """How many tiles stay whole, into pieces of how many groups the others are cut, and a group into how many parts.
+def divide(tiles: int, kappa: int, rows: int, config: ConvConfig, multiprocessors: int) -> tuple[int, int, int]:
+    """How many tiles stay whole, how many groups a piece of the others has, and into how many parts a group is cut.
 
-    Whole rounds of tiles keep the chip busy; what is left over would not. Measured in the time of one group of a tile:
-    a round of pieces takes their size, plus about 600 rows for begin and end; their sums pass through memory (10 rows
-    for each piece) and a second kernel adds them (the launch, as long as 11e6 products of a block). Where no tile stays
-    whole, pieces may be parts of a group's rows, at least 256 of them: their products are squared by the second kernel.
-    No parts (0): pieces of whole groups, or none.
+    Whole rounds of tiles keep the chip busy; the last may not. Measured in the time of one group of a tile: a round of
+    pieces takes their size, plus about 600 rows for begin and end; their sums pass through memory (10 rows for each
+    piece) and a second kernel adds them (the launch, as long as 11e6 products of a block). Where no tile stays whole, a
+    piece may be a part of a group's rows, at least 256 of them; the second kernel then squares. No parts (0): groups
+    stay whole.
 
-    >>> divide(132, 32, 1024, Config(), 132), divide(9, 32, 25600, Config(64, 64, warps=4), 132)
+    >>> divide(132, 32, 1024, ConvConfig(), 132), divide(9, 32, 25600, ConvConfig(64, 64, warps=4), 132)
     ((132, 32, 0), (0, 1, 3))
     """
     bm, bn = config.bm, config.bn
@@ -488,8 +440,9 @@ def _depthwise_sums(
     tl.store(partial + at, tl.sum(total, 0), mask=o < OUT)
 
 
-def depthwise(G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor | None, D: Tensor, S: Tensor) -> None:
-    """`implicit` where each output channel sees one input channel: no product of matrices, but sums of products."""
+def depthwise(task: Task) -> None:
+    """Make the pair where each output channel sees one input channel: by sums of products."""
+    G, X, geo, kappa, c, _, D, S, _ = task
     out, _, kh, kw = geo.weight
     images = G.shape[0] // kappa
     rows = images * G.shape[2] * G.shape[3]
@@ -534,7 +487,7 @@ def _packing(shape: torch.Size, high: int, wide: int, pixel: int, side: int) -> 
 
 
 def pack(X: Tensor, high: int, wide: int, pixel: int, side: int = 0) -> Tensor:
-    """Images (N, C, H, W) in channels-last memory as (N, high, wide, pixel), `side` zeros before each row."""
+    """Images (N, C, H, W) in channels-last memory as (N, high, wide, pixel), `side` pixels of zeros before each row."""
     room = torch.empty(X.shape[0], high, wide, pixel, dtype=X.dtype, device=X.device)
     _packing(X.shape, high, wide, pixel, side)(X, room)
     return room

@@ -1,0 +1,101 @@
+"""Ghost batch norm: x (N, C, *spatial) of κ groups of N/κ samples, each normalised by its own statistics.
+
+    forward     x̂ = (x − μ_k) r_k,  y = x̂ w + b             r_k = 1/√(σ_k² + ε), per group k and channel
+    backward    a_k = Σ g,  e_k = Σ g x̂                     over the R rows of a group: its samples and places
+                dx = w r_k (g − a_k/R − x̂ e_k/R)
+
+a_k and e_k are also group k's gradients of b and w, so their squares come without another pass. κ updates of a running
+statistic in a row, ρ ← (1−α)ρ + α s_k, are ρ ← keep·ρ + Σ_k gain·ratio^(κ−1−k) s_k (`running`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .. import twin
+from . import torch as plain
+
+__all__ = ["Running", "backward", "forward", "fused", "normalise", "running", "statistics", "takes_fused"]
+
+fused = twin(__name__)  # a constant, so that compiled code need not ask
+
+
+class Running(NamedTuple):
+    """What κ updates in a row do to a running statistic."""
+
+    keep: float
+    gain: float
+    ratio: float
+
+
+def running(momentum: float, kappa: int, cumulative: bool = False) -> Running:
+    """κ updates with `momentum`; `cumulative`: momentum is 1/n for the first of them, the n-th update of all.
+
+    >>> running(0.5, 2), running(1 / 3, 2, cumulative=True)  # two statistics are in the average, two are added
+    (Running(keep=0.25, gain=0.5, ratio=0.5), Running(keep=0.5, gain=0.25, ratio=1.0))
+    """
+    if cumulative:
+        before = round(1 / momentum) - 1
+        return Running(before / (before + kappa), 1 / (before + kappa), 1.0)
+    return Running((1 - momentum) ** kappa, momentum, 1 - momentum)
+
+
+def takes_fused(x: Tensor, kappa: int) -> bool:
+    """Whether Triton serves this input: its channels are last in memory."""
+    return fused is not None and x.is_cuda and fused.serves(x, kappa)
+
+
+def statistics(
+    x: Tensor, kappa: int, eps: float, running_mean: Tensor | None, running_var: Tensor | None, how: Running,
+    tracked: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """μ and r, each (κ, C); the running statistics are updated κ times, the variance unbiased.
+
+    `tracked`, the count of updates, has seen one of them already.
+    """
+    if tracked is not None:
+        tracked.add_(kappa - 1)
+    if fused is None or not takes_fused(x, kappa):
+        return plain.statistics(x, kappa, eps, running_mean, running_var, *how)
+    call = fused.statistics_op if is_compiling() else fused.statistics
+    mean, rstd = call(x, kappa, eps, running_mean, running_var, *how)
+    return mean, rstd
+
+
+def forward(
+    x: Tensor, kappa: int, eps: float, running_mean: Tensor | None, running_var: Tensor | None, how: Running,
+    tracked: Tensor | None, w: Tensor | None, b: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """μ, r and y by one call for `statistics` and `normalise`; None, and nothing is done, where Triton does not serve.
+
+    In a compiled graph they stay apart: it fuses what the kernels do not.
+    """
+    if fused is None or not takes_fused(x, kappa) or is_compiling():
+        return None
+    mean, rstd, y = fused.forward(x, kappa, eps, running_mean, running_var, *how, tracked, w, b)
+    return mean, rstd, y
+
+
+def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+    """y, in the dtype and memory format of x."""
+    if fused is None or not takes_fused(x, mean.shape[0]):
+        return plain.normalise(x, mean, rstd, w, b)
+    y: Tensor = (fused.normalise_op if is_compiling() else fused.normalise)(x, mean, rstd, w, b)
+    return y
+
+
+def backward(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None, shares: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dx, the sums (κ, 2, C) of each group, e and a, and the pairs (4, C): dW, S of w, then those of b.
+
+    Without `shares` the sums may be left out.
+    """
+    if fused is None or not takes_fused(x, mean.shape[0]):
+        return plain.backward(g, x, mean, rstd, w, c, shares)
+    operands = (g, x, mean, rstd, w, c)
+    dx, sums, pairs = fused.backward_op(*operands) if is_compiling() else fused.backward(*operands, shares)
+    return dx, sums, pairs

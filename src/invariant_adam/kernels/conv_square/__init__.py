@@ -1,0 +1,35 @@
+"""The weight gradient of a convolution and the sum of its squared micro-batch parts.
+
+G (κ, m, O, *out) and X (κ, m, C, *in) are output gradients and inputs of κ groups of m images. On a GPU, 2-d
+convolutions have several `ways`; elsewhere, and for all others, the library makes each group's gradient (`torch`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .. import twin
+from . import torch as plain
+from .torch import Geometry, conv_backward, conv_groups
+
+__all__ = ["Geometry", "conv_backward", "conv_groups", "conv_square", "fused", "takes_fused"]
+
+fused = twin(__name__, "ways")  # a constant, so that compiled code need not ask
+
+
+def takes_fused(G: Tensor, X: Tensor, geo: Geometry) -> bool:
+    """Whether `ways` serve; the gradient of a single group is the library's, and is then squared."""
+    return fused is not None and G.is_cuda and G.shape[0] > 1 and fused.serves(G, X, geo)
+
+
+def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """dW and S, each of the weight's shape; c (κ,) weighs the squares."""
+    X = X if X.dtype == G.dtype else X.to(G.dtype)
+    if fused is None or not takes_fused(G, X, geo):
+        return plain.conv_square(G, X, geo, c)
+    if is_compiling():
+        dW, S = fused.conv_square_op(G, X, c, *[list(sizes) for sizes in geo[:4]], geo.groups, geo.channels_last)
+    else:
+        dW, S = fused.conv_square(G, X, geo, c)
+    return dW, S

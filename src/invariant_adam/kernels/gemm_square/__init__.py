@@ -1,0 +1,35 @@
+"""The weight gradient of a matrix product and the sum of its squared micro-batch parts.
+
+For κ groups of R rows, G (κ, R, o) and X (κ, R, i):
+
+    dW = Σ_k G_kᵀ X_k        S = Σ_k c_k (G_kᵀ X_k)²
+
+`c` is None (all ones) or one coefficient per group. S is float32 at least. No path holds all κ products at once.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from .. import twin
+from . import torch as plain
+from .torch import gemm_groups, method, sum_square, wide
+
+__all__ = ["fused", "gemm_groups", "gemm_square", "method", "sum_square", "takes_fused", "wide"]
+
+fused = twin(__name__)  # a constant, so that compiled code need not ask
+
+
+def takes_fused(G: Tensor) -> bool:
+    """Whether Triton serves these output gradients."""
+    return fused is not None and G.is_cuda and method(G.shape[1]) == "products" and fused.serves(G)
+
+
+def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
+    X = X.to(G.dtype)
+    if fused is None or not takes_fused(G):
+        return plain.gemm_square(G, X, c)
+    dW, S = (fused.gemm_square_op if is_compiling() else fused.gemm_square)(G, X, c)
+    return dW, S
