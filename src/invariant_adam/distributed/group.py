@@ -8,10 +8,11 @@ all do, instead of waiting for it), and that their hyperparameters are the same.
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -231,6 +232,27 @@ class GroupReducer(Reducer):
 
     def gather_weights(self, queue: FoldQueue) -> None:
         """Give every rank the weights that others have moved."""
+
+
+def divide(params: list[Tensor], kinds: dict[Tensor, Any], size: Callable[[Tensor], int], limit: int) -> list[Any]:
+    """Divide parameters into buckets of one kind and about `limit` bytes.
+
+    The last come first: that is roughly the order in which a backward reaches them.
+
+    Args:
+        params: the parameters.
+        kinds: what those of a bucket must share.
+        size: parameter -> bytes.
+        limit: bytes at which a bucket is full.
+    """
+    filling: dict[Any, list[Tensor]] = defaultdict(list)
+    full: list[list[Tensor]] = []
+    for p in reversed(params):
+        bucket = filling[kinds[p]]
+        bucket.append(p)
+        if sum(map(size, bucket)) >= limit:
+            full.append(filling.pop(kinds[p]))
+    return [*full, *filling.values()]
 
 
 class _News(NamedTuple):

@@ -11,7 +11,6 @@ numbers per rank and update for any number of micro-batches, and no gradient is 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from ..fold.moments import KEYS, Moments, whole
 from ..fold.pair import ONES
 from ..fold.scalars import Tally
 from ..one_pass import exchange
-from .group import GroupReducer
+from .group import GroupReducer, divide
 from .wire import in_pieces, lost_rank_named
 
 if TYPE_CHECKING:
@@ -93,27 +92,17 @@ class Replicated(GroupReducer):
             kinds = {p: (p.device, queue.moments.dtype_of(p)) for p in params}
             if kinds != self.kinds:
                 self.kinds = kinds
-                self._divide(queue, params)
+                parted = divide(params, kinds, self._bytes, self.bucket_bytes)
+                self.buckets = [MomentBucket(params) for params in parted]
+                self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
             for bucket in self.buckets:
                 bucket.attach(queue.moments, self)
                 bucket.ready.clear()
                 bucket.ours = False
         self.begun, self.late = 0, False
 
-    def _divide(self, queue: FoldQueue, params: list[Tensor]) -> None:
-        """Divide the parameters into buckets, last first: roughly the order in which a backward reaches them."""
-        filling: dict[Any, list[Tensor]] = defaultdict(list)
-        size: dict[Any, int] = defaultdict(int)
-        full: list[list[Tensor]] = []
-        for p in reversed(params):
-            kind = self.kinds[p]
-            filling[kind].append(p)
-            size[kind] += 2 * self.local(p).numel() * kind[1].itemsize
-            if size[kind] >= self.bucket_bytes:
-                full.append(filling.pop(kind))
-                size[kind] = 0
-        self.buckets = [MomentBucket(params) for params in [*full, *filling.values()]]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+    def _bytes(self, p: Tensor) -> int:
+        return 2 * self.local(p).numel() * self.kinds[p][1].itemsize
 
     def begin(self, tally: Tally) -> Tally:  # noqa: D102
         tally.keep = (tally.keep[0] * self.share, tally.keep[1] * self.share)
@@ -149,20 +138,17 @@ class Replicated(GroupReducer):
             while self.begun < len(self.buckets):
                 self._launch(queue)
 
-    def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
-        self._finish(queue)
-
     def reduce_again(self, queue: FoldQueue) -> None:  # noqa: D102
         for bucket in self.buckets:
             self._keep_once(queue, bucket)
         self.begun = 0
-        self._finish(queue)
+        self.reduce(queue)
 
     @property
     def _next(self) -> MomentBucket:
         return self.buckets[self.begun]
 
-    def _finish(self, queue: FoldQueue) -> None:
+    def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
         while self.begun < len(self.buckets):
             self._launch(queue)
         for bucket in self.buckets:

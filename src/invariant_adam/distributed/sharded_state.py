@@ -26,7 +26,7 @@ from ..fold.moments import KEYS, Moments
 from ..fold.pair import ONES, Pair
 from ..fold.scalars import Tally
 from ..kernels import adam as kernels
-from .group import GroupReducer
+from .group import GroupReducer, divide
 from .wire import all_gather, in_pieces, scatter_sum, scatter_sum_narrow
 
 if TYPE_CHECKING:
@@ -204,15 +204,8 @@ class ShardedState(GroupReducer):
         kinds = {p: (p.device, p.dtype, queue.moments.dtype_of(p)) for p in params}
         if kinds != self.kinds:
             self.kinds = kinds
-            filling: dict[Any, list[Tensor]] = defaultdict(list)
-            full = []
-            for p in reversed(params):
-                kind = kinds[p]
-                filling[kind].append(p)
-                if sum(q.numel() for q in filling[kind]) * kind[2].itemsize >= self.bucket_bytes:
-                    full.append((kind[2], filling.pop(kind)))
-            full += [(kind[2], rest) for kind, rest in filling.items()]
-            self.buckets = [GradientBucket(i, params, self.size, dtype) for i, (dtype, params) in enumerate(full)]
+            parted = divide(params, kinds, lambda p: p.numel() * kinds[p][2].itemsize, self.bucket_bytes)
+            self.buckets = [GradientBucket(i, ps, self.size, kinds[ps[0]][2]) for i, ps in enumerate(parted)]
             self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         for bucket in self.buckets:
             bucket.attach(queue.moments, self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -42,17 +42,9 @@ class Launcher:
 
     def fold(self, folds: list[Fold]) -> None:
         """Fold gradients that share all scalars."""
-        first = folds[0]
-        kernels.fold(
-            [f.grad for f in folds],  # type: ignore[misc]
-            None if first.square is None else [f.square for f in folds],  # type: ignore[misc]
-            [f.exp_avg for f in folds],
-            [f.exp_avg_sq for f in folds],
-            keep=first.keep,
-            gain=first.gain,
-            count=first.count,
-            slots=self.slots(first.exp_avg, [f.place for f in folds]),
-        )
+        keep, gain, count = folds[0][2:5]
+        slots = self.slots(folds[0].exp_avg, [f.place for f in folds])
+        kernels.fold(*_lists(folds), keep=keep, gain=gain, count=count, slots=slots)
 
     def step(self, params: list[Tensor], weights: list[Tensor], ms: list[Tensor], vs: list[Tensor], step: Step) -> None:
         """Move `weights`, the pieces of `params` that are here, by the moments `ms` and `vs`."""
@@ -61,23 +53,20 @@ class Launcher:
 
     def fold_step(self, folds: list[Fold], step: Step) -> None:
         """`fold`, then `step` on the same parameters, in one pass over memory."""
-        first = folds[0]
-        params: list[Tensor] = [f.param for f in folds]  # type: ignore[misc]
+        keep, gain, count = folds[0][2:5]
+        params: Any = [f.param for f in folds]
+        slots = self.slots(folds[0].exp_avg, [f.place for f in folds], params)
         kernels.fold_step(
-            params,
-            [f.grad for f in folds],  # type: ignore[misc]
-            None if first.square is None else [f.square for f in folds],  # type: ignore[misc]
-            [f.exp_avg for f in folds],
-            [f.exp_avg_sq for f in folds],
-            keep=first.keep,
-            gain=first.gain,
-            size=step.size,
-            eps=step.eps,
-            decay=step.decay,
-            count=first.count,
-            slots=self.slots(first.exp_avg, [f.place for f in folds], params),
-        )
+            params, *_lists(folds), keep=keep, gain=gain, size=step.size, eps=step.eps, decay=step.decay,
+            count=count, slots=slots,
+        )  # fmt: skip
 
     def finish(self, update: Update) -> bool:
         """Note that all launches of an update are started; return whether it has happened, and is to be counted."""
         return True
+
+
+def _lists(folds: list[Fold]) -> tuple[Any, Any, list[Tensor], list[Tensor]]:
+    """Gradients, squares (None where the gradients are to be squared), m and v."""
+    squares = None if folds[0].square is None else [f.square for f in folds]
+    return [f.grad for f in folds], squares, [f.exp_avg for f in folds], [f.exp_avg_sq for f in folds]
