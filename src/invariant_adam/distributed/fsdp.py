@@ -12,7 +12,6 @@ on the plain tensors that are this rank's pieces: a DTensor costs the host more 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..fold import hooks, pair, scalars
 from ..fold.checks import need_torch
 from ..fold.ranks import ONES, Received, Team
-from ..one_pass.dispatch import State
-from ..one_pass.groups import UnsupportedUse
-from ..one_pass.handles import Entry
+from ..one_pass import UnsupportedUse, exchange
 from .wire import reduce_scatter, scatter_sum_narrow
 
 if TYPE_CHECKING:
@@ -83,11 +80,11 @@ class Squares:
 
     def _local(self, grads: Tensor) -> Tensor:
         """This rank's squares, in the layout of its gradients: to each rank its rows of one parameter after another."""
-        entries = self._entries()
-        if entries is None:  # in float32, whatever the gradients travel in
+        squared = self._squared()
+        if squared is None:  # in float32, whatever the gradients travel in
             return grads.float().square_() if grads.dtype != torch.float32 else grads.square()
         ranks = self.group.mesh_info.shard_mesh_size
-        squares = [self._square(fp, entry).float() for fp, entry in entries]
+        squares = [self._square(fp).float() for fp in squared]
         if grads.numel() != sum(-(-len(s) // ranks) * ranks * (s.numel() // len(s)) for s in squares if s.numel()):
             raise self._incomplete()
         rows = torch.empty(ranks, grads.numel() // ranks, device=grads.device)
@@ -101,30 +98,21 @@ class Squares:
             "micro-batches, or check the plain model to see which"
         )
 
-    def _entries(self) -> list[tuple[Any, Entry]] | None:
+    def _squared(self) -> list[Any] | None:
         """Parameters whose squares one_pass has; None where it is not open, or the mini-batch is one micro-batch."""
-        if State.engine is None or State.engine.single:
+        mini_batch = exchange.current()
+        if mini_batch is None or mini_batch.single:
             return None
-        return [(fp, entry) for fp in self.group.fsdp_params if (entry := self._entry(fp)) is not None]
+        found = [fp for fp in self.group.fsdp_params if hasattr(fp, "_unsharded_param")]
+        return [fp for fp in found if exchange.has_square(fp._unsharded_param)]
 
-    def _entry(self, fp: Any) -> Entry | None:
-        entry: Entry | None = getattr(getattr(fp, "_unsharded_param", None), "one_pass_entry", None)
-        return entry if entry is not None and entry.companion.grad is not None else None
-
-    def _square(self, fp: Any, entry: Entry) -> Tensor:
+    def _square(self, fp: Any) -> Tensor:
         if fp.fsdp_placement.dim != 0:
             raise UnsupportedUse(
-                f"{entry.name} is sharded along dimension {fp.fsdp_placement.dim}; one_pass needs Shard(0)"
+                f"{fp._module_info.param_name} is sharded along dimension {fp.fsdp_placement.dim}; one_pass needs "
+                "Shard(0)"
             )
-        if (entry.arrived or entry.fired) > 1 or entry.done:
-            raise UnsupportedUse(
-                f"{entry.name} is used more than once, and was squared in parts, without their cross terms; have the "
-                "model checked before fully_shard, by one backward in one_pass on the plain model"
-            )
-        square, entry.companion.grad = entry.companion.grad, None
-        entry.done = True
-        assert square is not None
-        square = entry.shaped(square)
+        square = exchange.take_square(fp._unsharded_param)
         if square.is_cuda:  # made on the stream of the backward; we are on FSDP2's, and free it before that one is done
             square.record_stream(torch.cuda.current_stream())
         return square
@@ -153,12 +141,14 @@ class Squares:
                 "penalty inside the forward of a module that fully_shard was called on, or use weight_decay"
             )
         if self.group.mesh_info.shard_mesh_size == 1:  # FSDP2 does not call us
-            if State.engine is None or State.engine.single:
+            mini_batch = exchange.current()
+            if mini_batch is None or mini_batch.single:
                 return None
-            entry = self._entry(fp)
-            if entry is None and pair.is_armed(fp._unsharded_param):
+            if exchange.has_square(fp._unsharded_param):
+                return self._square(fp)
+            if pair.is_armed(fp._unsharded_param):
                 raise self._incomplete()
-            return None if entry is None else self._square(fp, entry)
+            return None
         if self.mean is None:
             raise RuntimeError(
                 "FSDP2 reduced gradients without the reduce-scatter that prepare() gave it; call "
@@ -299,11 +289,9 @@ class FullySharded(Team):
         """This rank's piece of what all ranks have made of their gradients of `p`, each of `weight` micro-batches."""
         grad = p.grad._local_tensor  # type: ignore[union-attr]
         squares, sharded = self.squares[p]
-        square, engine, scale = squares.take(grad, sharded), State.engine, ONES
-        if engine is not None and pair.is_armed(sharded._unsharded_param):
-            weight = engine.groups.batch / engine.micro
-            if not engine.single:
-                scale = engine.groups.scale(engine.reduction)
+        square, mini_batch, scale = squares.take(grad, sharded), exchange.current(), ONES
+        if mini_batch is not None and pair.is_armed(sharded._unsharded_param):
+            weight, scale = mini_batch.kappa, mini_batch.scale
         return grad, square, self.size * weight, scale
 
     def absorb(  # noqa: D102 - as Ranks has it
@@ -329,8 +317,13 @@ _NO_SYNC = (
 )
 
 
-def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that forward and backward use, by name: plain ones, which FSDP2 fills before it uses them."""
+def unsharded_parameters(model: nn.Module) -> list[tuple[str, Tensor]] | None:
+    """The parameters that forward and backward use, by name: plain ones, which FSDP2 fills before it uses them.
+
+    None for a model that FSDP2 does not shard.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return None
     found: dict[Tensor, Tensor] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -339,8 +332,10 @@ def unsharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 module.unshard()
                 module.reshard()
             found |= {fp.sharded_param: fp._unsharded_param for group in groups for fp in group.fsdp_params}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        yield name, found[p]
+    return [(name, found[p]) for name, p in model.named_parameters(remove_duplicate=False)]
+
+
+exchange.register_source(unsharded_parameters)
 
 
 def _insist(module: Any) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..fold import scalars
 from ..fold.ranks import ONES, Team, in_pieces, in_touch, whole
+from ..one_pass.exchange import trust
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
@@ -228,5 +229,5 @@ def silence(model: nn.parallel.DistributedDataParallel) -> list[Tensor]:
         module.require_backward_grad_sync = False  # type: ignore[assignment]
 
     model.register_forward_pre_hook(no_sync)
-    model.one_pass_may = True  # type: ignore[assignment] # look inside
+    trust(model)
     return [b for b in model.module.buffers() if b.numel()] if model.broadcast_buffers else []

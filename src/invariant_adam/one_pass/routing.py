@@ -1,7 +1,7 @@
 """Rows that were picked from the batch by index: which micro-batch does each belong to?
 
-A mixture-of-experts layer sends `x[index]` to an expert, so the rows a weight sees are no longer in
-batch order. The autograd graph remembers the index; this module reads it back.
+A mixture-of-experts layer sends `x[index]` to an expert, so the rows that a weight sees are no longer in batch order.
+The autograd graph remembers the index; this module reads it back.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def _walk(node: Any, groups: Groups, depth: int) -> Tensor | None:
     if node is None or depth > DEPTH:
         return None
     name = node.name()
-    ids: Tensor | None
-    if name == "RoutedLinearBackward":
-        ids = node.group_ids
+    ids: Tensor | None = getattr(getattr(node, "use", None), "ids", None)  # of an operation on rows in any order
+    if ids is not None:
         return ids
     if name == "IndexBackward0":
         indices = node._saved_indices

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .groups import Groups, UnsupportedUse
+from ..groups import Groups, UnsupportedUse
+from ..routing import sample_groups
 from .probe import close, cut, differentiable, freed, plainly, redrawn, run
-from .routing import sample_groups
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .handles import Entry
+    from ..mini_batch import MiniBatch
+    from ..weight import Entry
 
 # How far a gradient may be from the loop's, relative, by bytes per element. float64 leaves room for models that compute
 # parts in float32; the others are for models that cannot run in float64, where a ReLU may turn on rounding.
 AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
 
 
-def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+def check_gradients(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> None:
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
     Where another size is the batch's, a few do not tell whether one was taken for the other: then also against a loop
@@ -37,62 +37,62 @@ def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) ->
 
     A model that draws random numbers is held against it in eval mode: the loop would draw others.
     """
-    few = few_of(engine, args, kwargs)
-    if few < engine.groups.kappa:
+    few = few_of(mini, args, kwargs)
+    if few < mini.groups.kappa:
         try:
-            with of_few(engine, args, kwargs, few) as (a, kw):
-                _check_gradients(engine, model, a, kw)
-            if coincides(engine, args, kwargs):
-                _check_gradients(engine, model, args, kwargs, precise=False)
+            with of_few(mini, args, kwargs, few) as (a, kw):
+                _check_gradients(mini, model, a, kw)
+            if coincides(mini, args, kwargs):
+                _check_gradients(mini, model, args, kwargs, precise=False)
             return
         except UnsupportedUse:
             pass  # perhaps by rounding alone, or because another size is that of the few
-    _check_gradients(engine, model, args, kwargs)
+    _check_gradients(mini, model, args, kwargs)
 
 
 @contextmanager
-def of_few(engine: Engine, args: Any, kwargs: Any, few: int) -> Iterator[tuple[Any, Any]]:
+def of_few(mini: MiniBatch, args: Any, kwargs: Any, few: int) -> Iterator[tuple[Any, Any]]:
     """The first `few` micro-batches of the inputs, which are all there are in here."""
-    groups = engine.groups
-    engine.groups = Groups(few * groups.micro, groups.micro, groups.axis)
+    groups = mini.groups
+    mini.groups = Groups(few * groups.micro, groups.micro, groups.axis)
     try:
         yield cut((args, kwargs), groups, 0, few)
     finally:
-        engine.groups = groups
+        mini.groups = groups
 
 
-def coincides(engine: Engine, args: Any, kwargs: Any) -> bool:
+def coincides(mini: MiniBatch, args: Any, kwargs: Any) -> bool:
     """Whether another size is the batch's, so that one may be taken for the other."""
-    return engine.groups.batch in _sizes(engine, args, kwargs)
+    return mini.groups.batch in _sizes(mini, args, kwargs)
 
 
-def _sizes(engine: Engine, args: Any, kwargs: Any) -> set[int]:
+def _sizes(mini: MiniBatch, args: Any, kwargs: Any) -> set[int]:
     """All sizes in sight that are not the batch's own."""
-    sizes = {n for entry in engine.entries.values() for n in entry.param.shape}
+    sizes = {n for entry in mini.facts.order for n in entry.param.shape}
     for t in tree_leaves((args, kwargs)):
         if isinstance(t, Tensor):
-            sizes.update(n for d, n in enumerate(t.shape) if d != engine.groups.axis)
+            sizes.update(n for d, n in enumerate(t.shape) if d != mini.groups.axis)
     return sizes
 
 
-def few_of(engine: Engine, args: Any, kwargs: Any) -> int:
+def few_of(mini: MiniBatch, args: Any, kwargs: Any) -> int:
     """How many micro-batches to hold against the loop: four or so, unless that would make a coincidence."""
-    groups = engine.groups
+    groups = mini.groups
     if groups.c is not None:
         return groups.kappa
-    sizes = _sizes(engine, args, kwargs)
+    sizes = _sizes(mini, args, kwargs)
     fit = [k for k in (4, 5, 6, 7, 3) if k * groups.micro < groups.batch and k * groups.micro not in sizes]
     # A length that is a multiple could be taken for the batch's as well.
     return min(fit, key=lambda k: any(n % (k * groups.micro) == 0 for n in sizes), default=groups.kappa)
 
 
-def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any, precise: bool = True) -> None:
-    a, kw = cut((args, kwargs), engine.groups, 0)
+def _check_gradients(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, precise: bool = True) -> None:
+    a, kw = cut((args, kwargs), mini.groups, 0)
     try:
-        with plainly(engine):
-            first = differentiable(run(engine, model, a, kw, freed)[1])
-            with redrawn(engine):
-                second = differentiable(run(engine, model, a, kw, freed)[1])
+        with plainly(mini):
+            first = differentiable(run(mini, model, a, kw, freed)[1])
+            with redrawn(mini):
+                second = differentiable(run(mini, model, a, kw, freed)[1])
     except Exception as error:
         raise UnsupportedUse(
             "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
@@ -103,8 +103,8 @@ def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any, p
     with nullcontext() if still else _evaluating(model):
         for double in (True, False) if precise else (False,):  # or the model insists on its own precision
             try:
-                with _in_double(engine, model, args, kwargs) if double else nullcontext((args, kwargs)) as (a, kw):
-                    _hold_against_loop(engine, model, a, kw)
+                with _in_double(mini, model, args, kwargs) if double else nullcontext((args, kwargs)) as (a, kw):
+                    _hold_against_loop(mini, model, a, kw)
                 return
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 if "use_reentrant" in str(error):
@@ -125,13 +125,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_double(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _in_double(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """The model and its inputs in float64, so that rounding is not taken for a mistake, nor a mistake for rounding.
 
     In float32 one activation that rounds to the other side of a ReLU moves a gradient by a thousandth.
     """
     held: list[tuple[Tensor, Tensor]] = []
-    companions = [(entry, entry.companion) for entry in engine.entries.values()]
+    companions = [(entry, entry.companion) for entry in mini.facts.order]
     try:
         with ExitStack() as stack:
             for kind in {p.device.type for p in model.parameters()}:
@@ -157,16 +157,16 @@ def _as_double(t: Any) -> Any:
     return t.detach().double() if isinstance(t, Tensor) and t.is_floating_point() else t
 
 
-def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
-    groups = engine.groups
-    entries = list(engine.entries.values())
+def _hold_against_loop(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> None:
+    groups = mini.groups
+    entries = mini.facts.order
     params, companions = [e.param for e in entries], [e.companion for e in entries]
-    full = differentiable(run(engine, model, args, kwargs, freed)[1])
+    full = differentiable(run(mini, model, args, kwargs, freed)[1])
     batched = any(groups.batch in o.shape for o in full)
     kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
-    with plainly(engine):
+    with plainly(mini):
         a, kw = cut((args, kwargs), groups, 0)
-        small = differentiable(run(engine, model, a, kw, freed)[1])
+        small = differentiable(run(mini, model, a, kw, freed)[1])
     if len(small) != len(full):
         raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
     # The same random cotangents for both, zero outside the micro-batches that are kept; one for a
@@ -195,12 +195,12 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
         lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
         # A micro-batch's own mean is W/W_k = κ c_k times its share of the mini-batch's, which is what the cotangents
         # are in one pass. So are the loop's, that many times as large: a hook that clamps them is seen.
-        times = groups.kappa * c[k] if engine.reduction == "mean" else 1.0
+        times = groups.kappa * c[k] if mini.reduction == "mean" else 1.0
         larger = times or 1.0
         theirs = [s if d is None else larger * s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
-        with plainly(engine):
+        with plainly(mini):
             a, kw = cut((args, kwargs), groups, k)
-            grads = _grad(engine, model, a, kw, params, theirs)
+            grads = _grad(mini, model, a, kw, params, theirs)
         share = 1 / larger if batched or times else 0.0
         for i, g in enumerate(grads):
             if g is not None:
@@ -213,7 +213,7 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
             ids = sample_groups(groups, groups.batch, s.device)
             left_out = torch.tensor([k not in kept for k in range(groups.kappa)], device=s.device)
             s.movedim(d, 0)[left_out[ids]] = 0
-    got = _grad(engine, model, args, kwargs, params + companions, seeds)
+    got = _grad(mini, model, args, kwargs, params + companions, seeds)
     for i, entry in enumerate(entries, len(entries)):
         square = got[i]
         got[i] = None if square is None else entry.shaped(square)
@@ -223,21 +223,16 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
 
 
 def _grad(
-    engine: Engine,
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    leaves: list[Tensor],
-    seeds: list[Tensor],
+    mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, leaves: list[Tensor], seeds: list[Tensor]
 ) -> list[Tensor | None]:
     def differentiate(outputs: list[Any]) -> list[Tensor | None]:
-        engine.probe = None  # checkpoints recompute their forward in here
+        mini.probe = None  # checkpoints recompute their forward in here
         # Edges instead of parameters, which would send the whole backward through `dispatch`.
         with torch._C.DisableTorchFunctionSubclass():
             edges = [get_gradient_edge(t) for t in leaves]
         return list(torch.autograd.grad(differentiable(outputs), edges, seeds, allow_unused=True))
 
-    result: list[Tensor | None] = run(engine, model, args, kwargs, differentiate)[1]
+    result: list[Tensor | None] = run(mini, model, args, kwargs, differentiate)[1]
     return result
 
 

@@ -26,14 +26,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..groups import Groups, UnsupportedUse, without_samples
+from ..ops.base import Squaring
+from ..routing import sample_groups
+from ..weight import Lifted
 from .against_loop import check_gradients, coincides, few_of, of_few
-from .groups import Groups, UnsupportedUse, without_samples
-from .handles import Lifted
 from .probe import TOLERANCE, Probe, Record, close, cut, freed, plainly, redrawn, run
-from .routing import sample_groups
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..mini_batch import MiniBatch
 
 
 def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
@@ -68,7 +69,7 @@ def _exchange(value: Any, groups: Groups, changed: tuple[int, ...]) -> tuple[Any
     return tree_map(replace, value), visible
 
 
-def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any, additive: bool) -> Any:
+def signature(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, additive: bool) -> Any:
     """What a check holds for: the inputs' shapes and plain values, the mini-batch, the loss and the modes.
 
     Every shape is another one: inside the model any length may come out as the batch's.
@@ -81,66 +82,64 @@ def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any, additive
 
     leaves = tuple(what(t) for t in tree_leaves((args, kwargs)))
     modes = tuple(m.training for m in model.modules())
-    return leaves, engine.groups.batch, engine.groups.c is None, additive, engine.reduction, modes
+    return leaves, mini.groups.batch, mini.groups.c is None, additive, mini.reduction, modes
 
 
-def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: bool = True) -> None:
+def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive: bool = True) -> None:
     """Check the model on these inputs, once per shape."""
     model = getattr(module, "_orig_mod", module)
-    key = signature(engine, model, args, kwargs, additive)
-    if key in engine.checked:
+    key = signature(mini, model, args, kwargs, additive)
+    facts, groups = mini.facts, mini.groups
+    if key in facts.findings.checked:
         return
-    groups = engine.groups
     last = groups.kappa - 1
     ghosts = any(isinstance(m, _BatchNorm) and (m.training or m.running_mean is None) for m in model.modules())
     seen = False  # whether any two micro-batches differ, so that there was something to see
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
-            base, outputs = run(engine, model, args, kwargs)
-            uses, written = dict(engine.uses), engine.written
+            base, outputs = run(mini, model, args, kwargs)
+            uses, written = base.uses, base.written
             alone = [o for o in outputs if isinstance(o, Lifted)]
-            _find_leaks(engine, outputs)
+            _find_leaks(mini, outputs)
             outputs = freed(outputs)
             if not ghosts:
-                _compare_forward(engine, model, args, kwargs, outputs)
+                _compare_forward(mini, model, args, kwargs, outputs)
             settled = True
             for k in {0, last}:
                 (a, kw), visible = _exchange((args, kwargs), groups, (k,))
                 if not visible:
                     continue
                 seen = True
-                other, changed = run(engine, model, a, kw, freed)
-                settled = _compare_uses(engine, base, other, k)
+                other, changed = run(mini, model, a, kw, freed)
+                settled = _compare_uses(mini, base, other, k)
                 if not settled:
                     break  # reclassified: what was recorded no longer holds
                 _compare_outputs(groups, outputs, changed, k)
                 del other, changed  # they hold the inputs of every layer
-            if settled and _compare_shapes(engine, model, args, kwargs, base):
+            if settled and _compare_shapes(mini, model, args, kwargs, base):
                 break
         else:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
         for o in alone:
             raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
         del base
-        _compare_unrounded(engine, model, args, kwargs)
-        _check_buffers(engine, model, args, kwargs, written)
+        _compare_unrounded(mini, model, args, kwargs)
+        _check_buffers(mini, model, args, kwargs, written)
         if additive:
-            _check_additive(engine, model, args, kwargs, outputs)
-            _check_mean(engine, model, args, kwargs, outputs)
-        for entry in engine.entries.values():
-            entry.tied = entry.tied or uses.get(entry.name, 0) > 1
-        if not engine.compilable or coincides(engine, args, kwargs):
-            check_gradients(engine, model, args, kwargs)
-    if seen:
-        engine.checked.add(key)
-    engine.compilable = True
+            _check_additive(mini, model, args, kwargs, outputs)
+            _check_mean(mini, model, args, kwargs, outputs)
+        for entry in facts.order:
+            entry.tied = entry.tied or uses[entry.name] > 1
+        if not facts.findings.passed or coincides(mini, args, kwargs):
+            check_gradients(mini, model, args, kwargs)
+    facts.find(passed=True, checked=facts.findings.checked | ({key} if seen else set()))
 
 
-def _compare_forward(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
+def _compare_forward(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
     """The forward through the rules must be the model's own (batch norm apart, whose statistics
     change)."""
-    with plainly(engine):
-        _, plain = run(engine, model, args, kwargs, freed)
+    with plainly(mini):
+        _, plain = run(mini, model, args, kwargs, freed)
     for a, b in zip(outputs, plain, strict=False):
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not close(a, b, slack=100):
             raise UnsupportedUse(
@@ -150,10 +149,10 @@ def _compare_forward(engine: Engine, model: nn.Module, args: Any, kwargs: Any, o
             )
 
 
-def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bool:
+def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> bool:
     """Compare two runs; returns False where a use had to be reclassified and the runs must be
     repeated."""
-    groups = engine.groups
+    groups, facts = mini.groups, mini.facts
     settled = True
     for site in base.records.keys() | other.records.keys():
         names, name = site
@@ -162,16 +161,17 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
             pairs = zip(first, second, strict=False)
             moved = any(not close(r.x, s.x) for r, s in pairs if r.axis is None and r.ids is None)
             if moved:
-                if site in engine.bound:
+                found = facts.findings
+                if site in found.batched:
                     raise _unclear(names, name)
-                engine.free.discard(site)  # it was only the same for the samples exchanged before
-                engine.bound.add(site)
+                # It was only the same for the samples exchanged before.
+                facts.find(constant=found.constant - {site}, batched=found.batched | {site})
                 settled = False
                 continue
         if not _rows_agree(first, second, groups, changed):
             axis = _other_axis(first, second, groups, changed)
-            if axis is not None and site not in engine.axes:
-                engine.axes[site] = axis
+            if axis is not None and site not in facts.findings.axes:
+                facts.find(axes={**facts.findings.axes, site: axis})
                 settled = False
                 continue
             raise UnsupportedUse(
@@ -186,33 +186,33 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
             if torch.equal(r.x, s.x) and not close(along[:1].expand_as(along), along):
                 # Not touched by the exchange and not the same for all samples: a constant whose
                 # size happens to fit. Not "close": beside one large sample all others are.
-                if site not in engine.bound:
-                    engine.free.add(site)
+                if site not in facts.findings.batched:
+                    facts.find(constant=facts.findings.constant | {site})
                     settled = False
                 break
     return settled
 
 
-def _compare_shapes(engine: Engine, model: nn.Module, args: Any, kwargs: Any, base: Probe) -> bool:
+def _compare_shapes(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, base: Probe) -> bool:
     """Compare with a run of a few micro-batches: what is as large there as here is not of the batch.
 
     So is found a constant whose rows are all the same, as the types of tokens, of a length that is the batch's.
     Returns False where a use had to be reclassified.
     """
-    kappa = engine.groups.kappa
-    few = few_of(engine, args, kwargs)
+    kappa = mini.groups.kappa
+    few = few_of(mini, args, kwargs)
     try:
-        with of_few(engine, args, kwargs, few if few < kappa else kappa // 2) as (a, kw):
-            other, _ = run(engine, model, a, kw, freed)
+        with of_few(mini, args, kwargs, few if few < kappa else kappa // 2) as (a, kw):
+            other, _ = run(mini, model, a, kw, freed)
     except Exception:  # that it does not run on a few alone is for the loop to say
         return True
     settled = True
     for site, records in base.records.items():
         same = {r.x.shape for r in other.records.get(site, ()) if r.ids is None and (r.axis is None or not r.varies)}
         if any(r.axis is not None and not r.varies and r.x.shape in same for r in records):
-            if site in engine.bound:
+            if site in mini.facts.findings.batched:
                 raise _unclear(*site)
-            engine.free.add(site)
+            mini.facts.find(constant=mini.facts.findings.constant | {site})
             settled = False
     return settled
 
@@ -266,29 +266,29 @@ def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: 
             )
 
 
-def _compare_unrounded(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+def _compare_unrounded(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> None:
     """The exchange once more where autocast is on, without it and on a few micro-batches.
 
     What one of many does to the others is less than autocast rounds; and the loop does not see it in a model that draws
     random numbers, which is held against it in eval mode.
     """
-    kinds = {entry.param.device.type for entry in engine.entries.values()}
-    few = min(few_of(engine, args, kwargs), engine.groups.batch // engine.groups.micro, 7)
+    kinds = {entry.param.device.type for entry in mini.facts.order}
+    few = min(few_of(mini, args, kwargs), mini.groups.batch // mini.groups.micro, 7)
     if few < 2 or not any(map(torch.is_autocast_enabled, kinds)):
         return
-    with of_few(engine, args, kwargs, few) as (a, kw), ExitStack() as stack:
+    with of_few(mini, args, kwargs, few) as (a, kw), ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        (b, kwb), visible = _exchange((a, kw), engine.groups, (0,))
+        (b, kwb), visible = _exchange((a, kw), mini.groups, (0,))
         try:
-            before, after = (run(engine, model, *inputs, freed)[1] for inputs in ((a, kw), (b, kwb)))
+            before, after = (run(mini, model, *inputs, freed)[1] for inputs in ((a, kw), (b, kwb)))
         except Exception:  # it needs autocast
             return
         if visible:
-            _compare_outputs(engine.groups, before, after, 0, slack=100)  # of a few, each moves the others much
+            _compare_outputs(mini.groups, before, after, 0, slack=100)  # of a few, each moves the others much
 
 
-def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, written: set[str]) -> None:
+def _check_buffers(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, written: set[str]) -> None:
     """Buffers that a forward changes must be after it as after the loop: it would change them κ times."""
     for path, m in model.named_modules():
         if isinstance(m, _SpectralNorm) and m.training:  # nearly converged at first, so that a comparison could miss it
@@ -305,15 +305,15 @@ def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, wri
         return [model.get_buffer(name).clone() for name in names]
 
     def loop(_: Any) -> list[Tensor]:
-        for k in range(1, engine.groups.kappa):
-            a, kw = cut((args, kwargs), engine.groups, k)
+        for k in range(1, mini.groups.kappa):
+            a, kw = cut((args, kwargs), mini.groups, k)
             model(*a, **kw)
         return values(None)
 
-    got = run(engine, model, args, kwargs, values)[1]
-    with plainly(engine):
-        a, kw = cut((args, kwargs), engine.groups, 0)
-        wants = run(engine, model, a, kw, loop)[1]
+    got = run(mini, model, args, kwargs, values)[1]
+    with plainly(mini):
+        a, kw = cut((args, kwargs), mini.groups, 0)
+        wants = run(mini, model, a, kw, loop)[1]
     for name, x, y in zip(names, got, wants, strict=True):
         if not close(x, y):
             raise UnsupportedUse(
@@ -323,17 +323,17 @@ def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, wri
             )
 
 
-def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
+def _check_additive(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
     """A scalar output that is not a sum over micro-batches has no micro-batch gradients that add up
     to it."""
     losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
     if not losses:
         return
-    last = engine.groups.kappa - 1
+    last = mini.groups.kappa - 1
     values = []
     for changed in ((), (0,), (last,), (0, last)):
-        (a, kw), _ = _exchange((args, kwargs), engine.groups, changed)
-        values.append(run(engine, model, a, kw, lambda outs: {i: float(outs[i].detach()) for i in losses})[1])
+        (a, kw), _ = _exchange((args, kwargs), mini.groups, changed)
+        values.append(run(mini, model, a, kw, lambda outs: {i: float(outs[i].detach()) for i in losses})[1])
     for i in losses:
         v = [each[i] for each in values]
         scale = max(abs(x) for x in v)
@@ -347,24 +347,24 @@ def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, ou
             )
 
 
-def _check_mean(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
+def _check_mean(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
     """A scalar output must be the mean of what the micro-batches give alone, by their samples.
 
     A model that draws random numbers is let pass: alone, its micro-batches draw others.
     """
-    groups = engine.groups
+    groups = mini.groups
     losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
-    if not losses or engine.reduction != "mean" or groups.c is not None:
+    if not losses or mini.reduction != "mean" or groups.c is not None:
         return
 
     def alone_at(k: int) -> dict[int, Tensor]:
         a, kw = cut((args, kwargs), groups, k)
-        found: dict[int, Tensor] = run(engine, model, a, kw, lambda outs: {i: outs[i] for i in losses})[1]
+        found: dict[int, Tensor] = run(mini, model, a, kw, lambda outs: {i: outs[i] for i in losses})[1]
         return found
 
-    with torch.no_grad(), plainly(engine):
+    with torch.no_grad(), plainly(mini):
         alone = [alone_at(k) for k in range(groups.kappa)]
-        with redrawn(engine):
+        with redrawn(mini):
             again = alone_at(0)
     for i in losses:
         if not close(alone[0][i], again[i]):
@@ -378,12 +378,9 @@ def _check_mean(engine: Engine, model: nn.Module, args: Any, kwargs: Any, output
             )
 
 
-def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
+def _find_leaks(mini: MiniBatch, outputs: list[Any]) -> None:
     """A custom autograd.Function takes parameters without being seen: find it in the graph."""
-    from . import functions
-
-    ours = {v for v in vars(functions).values() if isinstance(v, type)}
-    by_param = {id(e.param): e for e in engine.entries.values()}
+    by_param = {id(e.param): e for e in mini.facts.order}
     stack = [o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None]
     seen = set(stack)
     while stack:
@@ -393,7 +390,7 @@ def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
             if parent is None:
                 continue
             entry = by_param.get(id(getattr(parent, "variable", None)))
-            if entry is not None and maker is not None and maker not in ours:
+            if entry is not None and maker is not None and not issubclass(maker, Squaring):
                 raise UnsupportedUse(
                     f"{entry.name} goes through {maker.__name__}, a custom autograd.Function that "
                     "hides it; write it with torch operations, or loop over micro-batches"

@@ -5,23 +5,21 @@ A run leaves buffers, random generators and gradients as they were.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .groups import Groups, UnsupportedUse
+from ..groups import Groups, UnsupportedUse
+from ..mini_batch import MiniBatch, Mode
+from ..weight import same
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
-# How far values that should be equal may differ, relative to the largest: rounding of the same
-# sums in another order.
+# How far values that should be equal may differ, relative to the largest: rounding of the same sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 PIECE = 1 << 22  # elements that are compared at a time
 
@@ -41,6 +39,8 @@ class Probe:
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.records: dict[tuple[str, str], list[Record]] = defaultdict(list)
+        self.uses: Counter[str] = Counter()  # by parameter: those that deliver squares
+        self.written: set[str] = set()  # buffers that the run has changed
 
     def rows(self, names: str, name: str, x: Tensor, ids: Tensor | None, axis: int | None) -> None:
         """Record a use with the batch."""
@@ -51,14 +51,7 @@ class Probe:
         self.records[names, name].append(Record(x.detach(), None, None))
 
     def compare(
-        self,
-        call: Any,
-        name: str,
-        names: str,
-        leaves: list[Any],
-        handles: list[Any],
-        batched: list[bool],
-        out: Any,
+        self, call: Any, name: str, names: str, leaves: list[Any], handles: list[Any], batched: list[bool], out: Any
     ) -> None:
         """A fallback: record its inputs, and hold its result against the plain operation's."""
         for a, h, b in zip(leaves, handles, batched, strict=True):
@@ -105,11 +98,6 @@ def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield x.double(), y.double()
 
 
-def same(x: Tensor, y: Tensor) -> Tensor:
-    """Where two tensors are equal, not-a-numbers too."""
-    return (x == y) | (x.isnan() & y.isnan())
-
-
 def leaves_of(value: Any) -> list[Any]:
     """The leaves of nested outputs, dataclasses included."""
     out = []
@@ -122,48 +110,44 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def run(
-    engine: Engine,
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    then: Callable[[list[Any]], Any] | None = None,
+    mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, then: Callable[[list[Any]], Any] | None = None
 ) -> tuple[Probe, Any]:
-    """One recorded forward: its record and its outputs, or what `then` makes of them before buffers
-    are restored."""
-    probe = engine.probe = Probe(engine.groups)
-    engine.uses = {}
-    normed, engine.normed = engine.normed, {}
-    for entry in engine.entries.values():
+    """One recorded forward: its record and its outputs, or what `then` makes of them before buffers are restored."""
+    facts, mode, normed = mini.facts, mini.mode, mini.normed
+    probe = mini.probe = Probe(mini.groups)
+    mini.normed = {}
+    if mode is not Mode.PLAIN:
+        mini.mode = Mode.CHECKING
+    for entry in facts.order:
         entry.shared = None
     buffers = [
         (path, m, n, b, b.clone()) for path, m in model.named_modules() for n, b in m._buffers.items() if b is not None
     ]
-    engine.written = set()
     try:
-        with torch.random.fork_rng(devices=_devices(engine)):
+        with torch.random.fork_rng(devices=_devices(mini)):
             outputs = leaves_of(model(*args, **kwargs))
             return probe, outputs if then is None else then(outputs)
     finally:
-        engine.probe = None
-        engine.renormed |= any(len(uses) > 1 for uses in engine.normed.values())
-        engine.normed = normed
+        if any(len(uses) > 1 for uses in mini.normed.values()):
+            facts.find(renormed=True)
+        mini.probe, mini.mode, mini.normed = None, mode, normed
         with torch.no_grad():
             for path, module, name, b, saved in buffers:
                 if module._buffers[name] is not b or not torch.equal(b, saved):
-                    engine.written.add(f"{path}.{name}".lstrip("."))
+                    probe.written.add(f"{path}.{name}".lstrip("."))
                 module._buffers[name] = b  # a forward may bind another tensor to the name
                 if not torch.equal(b, saved):
                     b.copy_(saved)
 
 
-def _devices(engine: Engine) -> list[int]:
-    return sorted({e.param.device.index or 0 for e in engine.entries.values() if e.param.is_cuda})
+def _devices(mini: MiniBatch) -> list[int]:
+    return sorted({e.param.device.index or 0 for e in mini.facts.order if e.param.is_cuda})
 
 
 @contextmanager
-def redrawn(engine: Engine) -> Iterator[None]:
+def redrawn(mini: MiniBatch) -> Iterator[None]:
     """Other random numbers than outside; the generators are then as they were."""
-    devices = _devices(engine)
+    devices = _devices(mini)
     seed = torch.initial_seed() + 1
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
@@ -173,13 +157,13 @@ def redrawn(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def plainly(engine: Engine) -> Iterator[None]:
+def plainly(mini: MiniBatch) -> Iterator[None]:
     """Every operation runs as it is."""
-    engine.single = True
+    mode, mini.mode = mini.mode, Mode.PLAIN
     try:
         yield
     finally:
-        engine.single = False
+        mini.mode = mode
 
 
 def cut(value: Any, groups: Groups, k: int, count: int = 1) -> Any:

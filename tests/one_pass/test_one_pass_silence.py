@@ -15,7 +15,7 @@ import invariant_adam as ia
 from invariant_adam.kernels.gemm_square import gemm_square
 from invariant_adam.lab.bench_memory import growth
 from invariant_adam.lab.models import build
-from invariant_adam.one_pass import probe
+from invariant_adam.one_pass.verify import probe
 
 
 def loss(model, batch):

@@ -1,8 +1,13 @@
-"""What the engine knows about a parameter, and about a value computed from parameters alone.
+# torch leaves hooks untyped:
+# mypy: disable-error-code="no-untyped-call,no-any-return"
+"""What is known of a parameter, and of a value computed from parameters alone.
 
-A parameter in an open context is an `Entry`. A value made from parameters without any sample (a
-transposed weight, a slice of a position table, a weight norm's weight) is a `Lifted` tensor: it
-looks like the value, and carries a `Handle` that leads per-group gradients back to the parameters.
+Entry              a trainable parameter, with the leaf at which its square arrives
+OnePassParameter   the class of a parameter while a context is open: its operations come to `dispatch`
+Lifted             a value made from parameters without any sample (a transposed weight, a slice of a position
+                   table, the weight of a weight norm): it looks like the value, and carries a handle
+Handle             a value of parameters with its tag, which leads squares back to the parameters
+Weight             one use of a handle by one operation
 """
 
 from __future__ import annotations
@@ -11,38 +16,31 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..fold.pair import Taker
 from ..kernels.gemm_square import wide
+from .exchange import Open
 from .groups import UnsupportedUse
-from .probe import same
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .mini_batch import MiniBatch
 
 _keys = count()
 
 
-class State:
-    """The open engine, if any: the process's, since backwards may run in threads of their own."""
-
-    engine: Engine | None = None
-    lock: ClassVar = Lock()  # held from the opening of a context to the end of its closing
-
-
 class Entry:
-    """A trainable parameter: its companion leaf and what has happened to it."""
+    """A trainable parameter: its companion leaf, what is known of it, and what has happened in this mini-batch."""
 
     def __init__(self, name: str, param: Tensor) -> None:
         self.name = name
         self.module = name.rpartition(".")[0]  # the name of the one it belongs to
         self.key = next(_keys)
         self.param = param
+        self.size = param.numel()
         # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no memory. Autograd keeps
         # gradients of such a leaf in the order of its dimensions, so these are in the order of the parameter's memory:
         # the square of a channels-last weight is left as it is made, and lies like its moments.
@@ -52,21 +50,22 @@ class Entry:
             zero = torch.zeros((), dtype=wide(param.dtype), device=param.device)
             self.companion = zero.expand([param.shape[d] for d in order]).requires_grad_()
         self.places = None if plain else [order.index(d) for d in range(param.ndim)]  # of its dimensions there
+        # What a check, or the structure of the model, has said of it:
         self.tied = False  # used more than once in a forward
-        self.shared: Tensor | None = None  # the κ expanded copies all uses of a tied parameter draw from
-        self.before: Tensor | None = None  # p.grad as it was before this mini-batch
-        self.size = param.numel()
-        self.waits = False  # the pair is complete, and waits for others to be handed over with
-        self.done = False  # the pair has been handed over
-        self.reached = False  # by the gradients of the model's outputs, as the check found
-        self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
-        self.fired = 0  # backwards that have reached the companion
-        self.operations: set[str] = set()
+        self.reached = False  # by the gradients of the model's outputs
+        self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
+        self.cumulative = False  # that batch norm averages over all updates, momentum=None
+        # Who else is interested in it:
         self.hooks = 0  # on the parameter after a gradient, known to be this package's
-        self.taker: Taker | None = None  # who wants its pairs as they are made
-        self.watcher: Callable[[Entry], None] | None = None  # told of each gradient, while a context is open
-        # Neither hook holds the entry: the parameter outlives what an engine knew of it, and a cycle through a hook of
-        # the companion is one that Python cannot see, so that no parameter would ever be freed. A graph holds it.
+        self.taker: Taker | None = None  # wants its pairs as they are made
+        self.watcher: Callable[[Entry], None] | None = None  # is told of each gradient, while a context is open
+        # The mini-batch under way:
+        self.before: Tensor | None = None  # p.grad as it was before
+        self.shared: Tensor | None = None  # the κ expanded copies that all uses of a tied parameter draw from
+        self.operations: set[str] = set()  # it went through
+        self.begin()
+        # Neither hook holds the entry. The parameter outlives what was known of it; and Python does not see a cycle
+        # through a hook of the companion, so that no parameter would ever be freed. A graph holds the entry.
         me = weakref.ref(self)
 
         def fired(_: Tensor) -> None:
@@ -83,16 +82,16 @@ class Entry:
 
         hook = param.register_post_accumulate_grad_hook(arrived)
         weakref.finalize(self, hook.remove)
-        self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
-        self.cumulative = False  # whether that one averages over all updates, momentum=None
 
     def begin(self) -> None:
         """Make ready for a mini-batch."""
-        self.arrived = self.fired = 0
-        self.waits = self.done = False
+        self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
+        self.fired = 0  # backwards that have reached the companion
+        self.waits = False  # the pair is complete, and waits for others to be handed over with
+        self.done = False  # the pair has been handed over
 
     def shaped(self, t: Tensor) -> Tensor:
-        """The companion, or its gradient, as what the parameter's shape is."""
+        """The companion, or its gradient, in the parameter's shape."""
         return t if self.places is None else t.permute(self.places)
 
     @property
@@ -131,7 +130,7 @@ class Entry:
         return self.param.grad is None and self.companion.grad is None
 
     def _fire(self) -> None:
-        if State.engine is None:
+        if Open.mini_batch is None:
             raise RuntimeError(
                 f"{self.name}: a backward of one_pass ran after its context was closed, where the gradient of a whole "
                 "mini-batch would pass for one micro-batch's; call backward() inside. Clear what it left with "
@@ -145,8 +144,8 @@ class Entry:
 class Watched:
     """The hooks on a parameter (register_hook), until `remove`: they may look at its gradient, and not change it."""
 
-    def __init__(self, engine: Engine, entry: Entry) -> None:
-        self.engine, self.name = engine, entry.name
+    def __init__(self, mini: MiniBatch, entry: Entry) -> None:
+        self.mini, self.name = mini, entry.name
         self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = entry.param._backward_hooks  # type: ignore[assignment]
         self.plain = dict(self.hooks)
         for key, hook in self.plain.items():
@@ -159,11 +158,11 @@ class Watched:
     def _call(self, hook: Callable[[Tensor], Tensor | None], grad: Tensor) -> Tensor | None:
         version = grad._version
         out = hook(grad)
-        if self.engine.single:
+        if self.mini.is_plain:
             return out  # the square is made of what the hook has left
         changed = grad._version != version
         if out is not None and out is not grad and not changed:
-            # A capture cannot ask whether it is another, and its replays would not ask at all.
+            # A capture cannot compare the two, and its replays would not compare at all.
             capturing = grad.is_cuda and torch.cuda.is_current_stream_capturing()
             changed = capturing or not bool(same(out, grad).all())
         if changed:
@@ -175,8 +174,20 @@ class Watched:
         return out
 
 
+def same(x: Tensor, y: Tensor) -> Tensor:
+    """Where two tensors are equal; a not-a-number equals another."""
+    return (x == y) | (x.isnan() & y.isnan())
+
+
 class Handle:
-    """A value with its tag: see `functions`."""
+    """A value of parameters with its tag, in one of two modes.
+
+    one use   the value is the parameter (or a view of it), the tag its companion's:
+              backward returns dW for the value and Σ_k c_k s_k² for the tag
+    grouped   the value is detached, the tag its stride-0 expansion over the κ groups:
+              backward returns all s_k for the tag, so that the uses of a shared parameter add up before they are
+              squared
+    """
 
     def __init__(
         self,
@@ -193,11 +204,8 @@ class Handle:
         self.grouped = grouped
         self.entry = entry  # None where a delivery is not to be counted for a parameter
         self.named = label
-        # Where the value was expanded over the batch: the copies for groups lo..hi with m samples
-        # each.
-        self.resize = resize
+        self.resize = resize  # of a value spread over the batch: (lo, hi, m) -> copies of m samples for each group
         self.direct = direct  # the parameter itself, used once
-        self.into = False  # its pair goes to the optimizer as it is made (see `into`), as its last use says
         self.dtype = value.dtype
         self.square_dtype = wide(value.dtype)
 
@@ -212,10 +220,17 @@ class Handle:
             self.entry.arrived += 1
 
 
-class Lifted(torch.Tensor):
-    """A value made from parameters alone, still to meet the batch."""
+class Weight(NamedTuple):
+    """A parameter as one operation uses it: its value, its tag, and its handle; without the last two, a constant."""
 
-    handle: Handle
+    value: Any
+    tag: Any = None
+    handle: Any = None  # Handle | None
+    into: bool = False  # its pair goes to the optimizer as it is made (see `into`); the tag is then a ticket
+
+
+class Followed:
+    """A tensor whose operations come to `dispatch`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,6 +238,35 @@ class Lifted(torch.Tensor):
 
         with torch._C.DisableTorchFunctionSubclass():
             return dispatch(func, args, kwargs or {})
+
+
+class OnePassParameter(Followed, nn.Parameter):
+    """A parameter inside an open context: its class is swapped for this one and swapped back."""
+
+    one_pass_entry: Entry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():  # a copy is outside of the context
+            copy = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copy
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse it: only the hooks that were there when the context opened are watched."""
+        raise UnsupportedUse(
+            f"{self.one_pass_entry.name} is given a hook (register_hook) inside one_pass, which does not watch it "
+            "there; register it before"
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refuse those of others, as on entry."""
+        self.one_pass_entry.refuse_after(hook)
+        return super().register_post_accumulate_grad_hook(hook)
+
+
+class Lifted(Followed, torch.Tensor):
+    """A value made from parameters alone, still to meet the batch."""
+
+    handle: Handle
 
 
 def lift(value: Tensor, handle: Handle) -> Tensor:
@@ -235,7 +279,7 @@ def lift(value: Tensor, handle: Handle) -> Tensor:
 def apart(value: Tensor) -> Tensor:
     """A value without its way back to the parameters: that goes by the tag.
 
-    Except in a trace, which may overlook a `Lifted` among the arguments of an operation (see `tracing`): what was
-    overlooked then leads to the parameter still, and its gradient without a square is refused.
+    A trace may overlook a `Lifted` among the arguments of an operation (see `tracing`). There the value keeps its way
+    back, so that the gradient of what was overlooked arrives without a square, and is refused.
     """
     return value.view_as(value) if torch.compiler.is_compiling() else value.detach()

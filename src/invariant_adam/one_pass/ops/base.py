@@ -1,0 +1,337 @@
+# ruff: noqa: D102 - forward and backward
+# torch leaves Function.apply untyped:
+# mypy: disable-error-code="no-untyped-call,no-any-return"
+"""What the files of this folder have in common. Each holds one family of operations, and registers them by `operation`:
+
+    the rule        finds where the batch is in the operation's input (`use_of`) and calls its Function
+    the Function    a `Squaring`, whose backward gives gradients together with their squares (`deliver`)
+    the line        that `explain` prints for a parameter that goes through it
+
+There are no side effects in backward beyond counting arrivals, which compiled graphs leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ...kernels import sums
+from ...kernels.gemm_square import sum_square
+from .. import into
+from ..groups import Groups, UnsupportedUse, join
+from ..weight import Handle, Weight
+
+if TYPE_CHECKING:
+    from ..mini_batch import MiniBatch
+
+# The registry.
+
+
+class Seen(NamedTuple):
+    """One use of a parameter, as `explain` has seen it."""
+
+    x: Tensor  # the input of the operation
+    axis: int  # of the batch in it
+    ids: Tensor | None  # or the group of each of its rows
+    groups: Groups
+    shape: tuple[int, ...]  # of the parameter
+    itemsize: int  # bytes of one element of its square
+
+    def per_group(self, rows: int) -> int:
+        """Rows of one micro-batch, of so many in the mini-batch."""
+        if self.ids is not None:
+            return -(-self.x.shape[0] // self.groups.kappa)
+        return rows * self.groups.micro // self.groups.batch
+
+    @property
+    def square(self) -> int:
+        """Bytes of the square."""
+        return torch.Size(self.shape).numel() * self.itemsize
+
+
+class Line(NamedTuple):
+    """What `explain` prints of a use."""
+
+    rows: int  # per micro-batch
+    kernel: str
+    extra: int  # bytes alive while the square is formed, besides itself
+
+
+def by_copies(seen: Seen) -> Line:
+    """Each micro-batch meets its own copy of the parameter."""
+    return Line(seen.per_group(seen.x.shape[seen.axis]), COPIES, seen.groups.kappa * seen.square)
+
+
+def by_sums(seen: Seen) -> Line:
+    """The shares of the micro-batches are sums over their rows."""
+    return by_copies(seen)._replace(kernel="sum_square")
+
+
+COPIES = "copies per micro-batch"
+
+
+class Operation(NamedTuple):
+    """An operation that one pass knows."""
+
+    rule: Callable[..., Any]
+    line: Callable[[Seen], Line]
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(
+    *names: str, line: Callable[[Seen], Line] = by_copies
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule for the torch functions of these names.
+
+    A rule is called with the mini-batch, the torch function and its arguments. It returns the result, or
+    NotImplemented to leave the case to the fallback.
+
+    Args:
+        names: of the torch functions, and under which the rule places its inputs.
+        line: what `explain` prints for a parameter at this operation.
+    """
+
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        OPERATIONS.update(dict.fromkeys(names, Operation(rule, line)))
+        return rule
+
+    return register
+
+
+# What a rule does.
+
+
+class Use:
+    """One use of weights by an operation: what its Function needs besides tensors.
+
+    Args:
+        groups: the division of the mini-batch.
+        axis: of the batch in the operation's input.
+        ids: the group of each row instead, where rows are in any order.
+        weights: the operation's parameters, in the order in which its Function takes them.
+        settings: the operation's own.
+    """
+
+    def __init__(self, groups: Groups, axis: int, ids: Tensor | None, weights: Sequence[Weight], settings: Any) -> None:
+        self.groups, self.axis, self.ids, self.weights, self.settings = groups, axis, ids, weights, settings
+
+    @property
+    def names(self) -> str:
+        """The parameters' names."""
+        return ", ".join(w.handle.label for w in self.weights if w.handle is not None) or "a value"
+
+
+def use_of(
+    mini: MiniBatch,
+    name: str,
+    x: Any,
+    event: int,
+    weights: Sequence[Any],
+    settings: Any = None,
+    *,
+    axis: int | None = None,
+    routed: bool = False,
+) -> Use | None:
+    """The use of `weights` on the rows of x; None where it is for the fallback.
+
+    That is so where x itself is made of parameters alone, or is a constant, or where a weight comes from the batch.
+
+    Args:
+        mini: the mini-batch under way.
+        name: of the operation.
+        x: its input.
+        event: the last dimensions of x that make one row.
+        weights: its parameters: tensors with or without a handle, or None.
+        settings: for its Function.
+        axis: the batch dimension of x, where the operation knows it.
+        routed: whether its Function serves rows in any order, given `ids`.
+    """
+    if mini.holds(x) or any(varies(mini, w) for w in weights):
+        return None
+    held = tuple([mini.handle_of(w) for w in weights])
+    place = mini.place(x, event, name, held, routed) if axis is None else mini.place_at(x, axis, name, held)
+    if place is None:
+        return None
+    hands = place.ids is None  # a Function for rows in any order returns its pairs
+    found = [mini.weight_of(h, w, i if hands else None) for i, (w, h) in enumerate(zip(weights, held, strict=True))]
+    return Use(mini.groups, place.axis, place.ids, found, settings)
+
+
+def varies(mini: MiniBatch, w: Any) -> bool:
+    """Whether a tensor that should be a parameter comes from the batch."""
+    return isinstance(w, Tensor) and w.requires_grad and not mini.holds(w)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x as autocast would hand it to a matrix product: a Function has to ask, and then saves the small copy."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+# What a Function does.
+
+
+class Squaring(Function):
+    """An operation whose backward gives squares. The check trusts no other Function with parameters.
+
+    forward(ctx, x, use, w, tag of w, b, tag of b, ..., *others) puts `use` on ctx. backward(ctx, g) returns by
+    `returned`.
+    """
+
+
+def call(function: type[Squaring], x: Any, use: Use, *others: Any) -> Any:
+    """`function.apply(x, use, w, tag, ..., *others)` without what it does for functorch, where that is not at work."""
+    flat = [t for w in use.weights for t in (w.value, w.tag)]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(x, use, *flat, *others)
+    return super(Function, function).apply(torch._C._functorch.unwrap_if_dead(x), use, *flat, *others)  # type: ignore[misc]
+
+
+def wanted(ctx: Any, i: int) -> Weight | None:
+    """The weight number i of a use, if it wants a square."""
+    return ctx.use.weights[i] if ctx.needs_input_grad[2 * i + 3] else None
+
+
+Gradients = tuple[Tensor | None, Tensor | None]  # of a weight's value and of its tag
+NOTHING: Gradients = (None, None)
+
+
+def returned(ctx: Any, dx: Tensor | None, *pairs: Gradients) -> tuple[Any, ...]:
+    """What backward returns: the gradient of x, and for each weight those of its value and of its tag."""
+    grads: list[Any] = [dx, None]
+    for (dW, S), w in zip(pairs, ctx.use.weights, strict=True):
+        cast = dW is not None and dW.dtype != w.handle.dtype
+        grads += (dW.to(w.handle.dtype) if cast and dW is not None else dW, S)
+    return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
+
+
+class Kernel(NamedTuple):
+    """How a weight gradient and its squares are made of operands, which are given per stretch of groups."""
+
+    square: Callable[..., tuple[Tensor, Tensor]]  # (*operands, c) -> dW and S
+    shares: Callable[..., Tensor]  # (*operands) -> every group's share (groups, *w.shape)
+    into: Callable[..., Any] | None = (
+        None  # (key, *operands, c) -> the ticket's gradient; folds both while it forms them
+    )
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+SUMS = Kernel(sum_square, _same)  # of shares that are already formed
+
+
+def deliver(groups: Groups, weight: Weight | None, kernel: Kernel, operands: Iterable[tuple[Any, ...]]) -> Gradients:
+    """The gradients of a weight and of its tag, from the operands of a kernel for each stretch."""
+    if weight is None:
+        return NOTHING
+    if weight.handle.grouped:
+        return None, join([kernel.shares(*args) for args in operands])
+    if weight.into and kernel.into is not None and len(groups.stretches) == 1:
+        (args,) = operands
+        return None, kernel.into(weight.handle.entry.key, *args, groups.c)
+    dW: Any = None
+    S: Any = None
+    for stretch, args in zip(groups.stretches, operands, strict=True):
+        d, s = kernel.square(*args, groups.coefficients(stretch))
+        dW, S = (d, s) if dW is None else (dW + d, S + s)
+    return hand_over(weight, dW, S)
+
+
+def deliver_sums(groups: Groups, weight: Weight | None, shares: list[Tensor]) -> Gradients:
+    """`deliver` for shares that are already formed, (groups, *w.shape) per stretch."""
+    return deliver(groups, weight, SUMS, [(t,) for t in shares])
+
+
+def deliver_rows(groups: Groups, weight: Weight, rows: list[Tensor]) -> Gradients:
+    """`deliver` for a gradient that is the sum of a group's rows, (groups, rows, *w.shape) per stretch."""
+    if not all(t.ndim == 3 and sums.takes_fused(t) for t in rows):
+        return deliver_sums(groups, weight, [t[:, 0] if t.shape[1] == 1 else t.sum(1) for t in rows])
+    made = [sums.row_sums(t, groups.coefficients(s)) for s, t in zip(groups.stretches, rows, strict=True)]
+    if weight.handle.grouped:
+        return None, join([each for each, _ in made])
+    return hand_over(weight, *_added([pair for _, pair in made]).unbind(0))
+
+
+def deliver_places(groups: Groups, weight: Weight, images: list[Tensor]) -> Gradients:
+    """`deliver_rows` for images (groups, samples, C, *spatial), whose samples and places are the rows."""
+    last = [t.movedim(2, -1) for t in images]
+    if all(t.is_contiguous() and sums.takes_fused(t) for t in last):
+        return deliver_rows(groups, weight, [t.flatten(1, -2) for t in last])
+    return deliver_sums(groups, weight, [t.flatten(3).sum((1, 3)) for t in images])
+
+
+def deliver_both(
+    w: Weight | None, b: Weight | None, each: Sequence[Tensor], pairs: Sequence[Tensor], shape: tuple[int, ...] = (-1,)
+) -> list[Gradients]:
+    """`deliver` for a norm's weight and bias, from the shares (groups, 2, C) and pairs (4, C) of each stretch."""
+    rows = _added(pairs).unbind(0)
+    made: list[Gradients] = []
+    for i, weight in enumerate((w, b)):
+        if weight is None:
+            made.append(NOTHING)
+        elif weight.handle.grouped:
+            made.append((None, join([t[:, i].unflatten(1, shape).to(weight.handle.square_dtype) for t in each])))
+        else:
+            dW, S = rows[2 * i : 2 * i + 2]
+            if len(shape) > 1:
+                dW, S = dW.view(shape), S.view(shape)
+            made.append(hand_over(weight, dW, S))
+    return made
+
+
+def hand_over(weight: Weight, dW: Tensor, S: Tensor) -> Gradients:
+    """`deliver` for a pair that is made."""
+    if weight.into:
+        return None, into.give(weight.handle.entry.key, dW, S)
+    weight.handle.arrive()
+    return dW, S
+
+
+def _added(each: Sequence[Tensor]) -> Tensor:
+    """The sum of one tensor per stretch."""
+    return each[0] if len(each) == 1 else torch.stack(list(each)).sum(0)
+
+
+def owned(y: Tensor) -> Tensor:
+    """y as no view of anything: autograd forbids writing in place over a view that a Function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape)
+
+
+def refuse_penalty(name: str, use: Use) -> None:
+    """Refuse a backward that is to be differentiated again, where it takes weights or statistics for constants."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise UnsupportedUse(
+            f"{use.names} goes through {name} in a backward with create_graph=True (a penalty on gradients, perhaps), "
+            "and what that owes to the weights would be lost; leave it out, or loop over micro-batches. Drop an update "
+            "that is open with opt.abandon()"
+        )
+
+
+class Expand(Squaring):
+    """w -> its κ copies (κ, *w.shape) without memory; backward squares what comes back for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: None, use: Use, w: Tensor, tag: Tensor) -> Tensor:
+        ctx.use = use
+        return w.detach().unsqueeze(0).expand(use.groups.kappa, *w.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return returned(ctx, None, hand_over(ctx.use.weights[0], *sum_square(g, ctx.use.groups.c)))
+
+
+def copies(groups: Groups, h: Handle) -> Tensor:
+    """The κ copies of a value, of which every one gets its own gradient."""
+    if h.grouped:
+        return h.tag
+    return Expand.apply(None, Use(groups, 0, None, (Weight(h.value, h.tag, h),), None), h.value, h.tag)

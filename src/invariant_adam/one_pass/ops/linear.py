@@ -1,0 +1,182 @@
+# ruff: noqa: D102 - forward and backward
+# torch leaves Function.apply untyped:
+# mypy: disable-error-code="no-untyped-call,no-any-return"
+"""Products with a matrix: y = x wᵀ + b, and x w + b.
+
+rows       all vectors of x, wherever its batch is, or rows in any order of which the group of each is known
+square     Σ_k c_k (G_kᵀ X_k)² by `gemm_square`, which on a GPU folds itself into the moments tile by tile
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels import gemm_square as kernels
+from ...kernels.ops import operator
+from ..dispatch import dispatch
+from ..into import sink, ticket, ticket_shape
+from . import base
+
+if TYPE_CHECKING:
+    from ..mini_batch import MiniBatch
+
+
+def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
+    """Fold the pair of the parameter `key` from the operands of `gemm_square`, in its epilogue where that can."""
+    taker = sink()
+    with torch._C.DisableTorchFunctionSubclass():
+        entry = taker.claim(key)
+        if entry is None:
+            return
+        p, fused = entry.param, kernels.fused
+        if fused is not None and kernels.takes_fused(G) and p.is_contiguous():
+            target = taker.target(entry)
+            if target is not None:
+                fused.gemm_square(G, X.to(G.dtype), c, into=target)
+                return
+        dW, S = kernels.gemm_square(G, X, c)
+        taker.fold(entry, dW.view(p.shape), S.view(p.shape))
+
+
+@operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", ticket_shape)
+def _into_products(G: Tensor, X: Tensor, c: Tensor | None, key: int) -> Tensor:
+    _fold(key, G, X, c)
+    return ticket(G)
+
+
+def _into(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
+    return _into_products(G, X, c, key) if torch.compiler.is_compiling() else _fold(key, G, X, c)
+
+
+GEMM = base.Kernel(kernels.gemm_square, kernels.gemm_groups, _into)
+
+
+class Linear(base.Squaring):
+    """y = x wᵀ + b, or x w + b where the settings are True; x (..., i)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.use = use
+        return _product(x, w, b, use.settings)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        groups, axis, flip = ctx.use.groups, ctx.use.axis, ctx.use.settings
+        dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
+        weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
+        Gs = groups.split(g, axis, 1)
+        pair = pair_b = base.NOTHING
+        if weight is not None:
+            Xs = groups.split(x, axis, 1)
+            pair = base.deliver(groups, weight, GEMM, zip(Xs, Gs, strict=True) if flip else zip(Gs, Xs, strict=True))
+        if bias is not None:
+            pair_b = base.deliver_rows(groups, bias, Gs)
+        return base.returned(ctx, dx, pair, pair_b)
+
+
+class RoutedLinear(base.Squaring):
+    """`Linear` for rows x (n, i) in any order: `use.ids` (n,) names each row's group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.use = use
+        return _product(x, w, b, use.settings)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        groups, ids, flip = ctx.use.groups, ctx.use.ids, ctx.use.settings
+        dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
+        weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
+        pair = pair_b = base.NOTHING
+        if weight is not None:
+            left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
+            order = torch.argsort(ids, stable=True)
+            sizes = torch.bincount(ids, minlength=groups.kappa).tolist()
+            rows = list(zip(left[order].split(sizes), right[order].split(sizes), strict=True))
+            if weight.handle.grouped:
+                pair = None, torch.stack([a.t() @ b for a, b in rows])
+            else:
+                dW: Any = None
+                S: Any = None
+                for k, (a, b) in enumerate(rows):
+                    if len(a):
+                        d, s = kernels.gemm_square(a[None], b[None], None if groups.c is None else groups.c[k : k + 1])
+                        dW, S = (d, s) if dW is None else (dW + d, S + s)
+                if dW is None:
+                    dW, S = torch.zeros_like(w), torch.zeros_like(w, dtype=weight.handle.square_dtype)
+                pair = base.hand_over(weight, dW, S)
+        if bias is not None:
+            shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, ids, g)
+            pair_b = (
+                (None, shares) if bias.handle.grouped else base.hand_over(bias, *kernels.sum_square(shares, groups.c))
+            )
+        return base.returned(ctx, dx, pair, pair_b)
+
+
+def _product(x: Tensor, w: Tensor, b: Tensor | None, flip: bool) -> Tensor:
+    return base.owned(x @ w if b is None else x @ w + b) if flip else base.owned(F.linear(x, w, b))
+
+
+def _product_backward(g: Tensor, x: Tensor, w: Tensor, flip: bool) -> Tensor:
+    wg = w.to(g.dtype)
+    return (g @ (wg.t() if flip else wg)).to(x.dtype)
+
+
+def products(seen: base.Seen) -> base.Line:
+    """What `explain` prints for a product: of the vectors of x with a matrix, to which a vector may be added."""
+    rows = seen.per_group(seen.x.numel() // seen.x.shape[-1])
+    if len(seen.shape) == 1:
+        return base.by_sums(seen)._replace(rows=rows)
+    if len(seen.shape) != 2:
+        return base.by_copies(seen)._replace(rows=rows)
+    how = "products" if seen.ids is not None else kernels.method(rows)
+    work = {"square": 1.0, "pairs": (rows + 1) / 2}.get(how)
+    operands = rows * seen.groups.kappa * sum(seen.shape) * seen.itemsize
+    return base.Line(rows, f"gemm_square ({how})", 2 * seen.square if work is None else int(work * operands))
+
+
+def linear_with(
+    mini: MiniBatch, name: str, x: Any, weight: Any, bias: Any, flip: bool = False, axis: int | None = None
+) -> Any:
+    """y = x wᵀ + b (x w + b with `flip`), the batch of x at `axis` or found."""
+    if weight.ndim != 2 or x.ndim < 2:
+        return NotImplemented
+    use = base.use_of(mini, name, x, 1, (weight, bias), flip, axis=axis, routed=True)
+    if use is None:
+        return NotImplemented
+    return base.call(Linear if use.ids is None else RoutedLinear, base.autocast(x), use)
+
+
+@base.operation("linear", line=products)
+def linear(mini: MiniBatch, func: Any, input: Tensor, weight: Any, bias: Any = None) -> Any:
+    """y = x wᵀ + b."""
+    return linear_with(mini, "linear", input, weight, bias)
+
+
+@base.operation("matmul", "__matmul__", "mm", line=products)
+def matmul(mini: MiniBatch, func: Any, input: Any, other: Any) -> Any:
+    """y = x w for w (i, o); other products go through the fallback."""
+    return linear_with(mini, "matmul", input, other, None, flip=True)
+
+
+@base.operation("addmm", line=products)
+def addmm(mini: MiniBatch, func: Any, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    """y = b + x w."""
+    if beta != 1 or alpha != 1 or input.ndim != 1:
+        return NotImplemented
+    return linear_with(mini, "addmm", mat1, mat2, input, flip=True)
+
+
+@base.operation("bilinear")
+def bilinear(mini: MiniBatch, func: Any, input1: Tensor, input2: Tensor, weight: Any, bias: Any = None) -> Any:
+    """y_o = x₁ᵀ W_o x₂ + b_o: a linear layer of the outer product of its inputs."""
+    outer = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
+    return dispatch(F.linear, (outer, dispatch(Tensor.flatten, (weight, 1), {}), bias), {})
