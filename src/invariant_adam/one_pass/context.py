@@ -119,6 +119,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if self.into is not None:
             _bind(self.into)
         self.undo: list[Any] = []
+        self.patched: list[nn.Module] = []  # batch norms with another forward
         for entry in entries:
             if entry.param.grad is not None and pair.peek(entry.param) is None:
                 raise RuntimeError(
@@ -174,11 +175,14 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
 
     def _patch(self) -> None:
         """Give batch norms their ghost forward, as their modes are now."""
-        for patch in [undo for undo in self.undo if isinstance(undo, batch_norm.Patch)]:
-            patch.remove()
-            self.undo.remove(patch)
+        self._unpatch()
         self.modes = [(module, module.training) for module in self.facts.norms]
-        self.undo.extend(batch_norm.patches(self.model, self.mini))
+        for module in batch_norm.patch(self.model, self.mini):
+            self.patched.append(module)  # one by one: the next may be refused
+
+    def _unpatch(self) -> None:
+        while self.patched:
+            del self.patched.pop().forward
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -201,6 +205,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             Open.lock.release()
 
     def _restore(self) -> None:
+        self._unpatch()
         for handle in self.undo:
             handle.remove()
         for entry in self.armed:
@@ -224,9 +229,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def wait(self, entry: Entry, made: pair.Pair | None = None) -> None:
         """Hand a pair over together with others, at the end of the backward at the latest.
 
-        Args:
-            entry: its parameter.
-            made: the pair, where it is not what has come to the leaves.
+        The pair of the parameter is what has come to its leaves, or `made`.
         """
         if not self.waiting:
             hooks.when_finished(self._hand_over)

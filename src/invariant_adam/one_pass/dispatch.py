@@ -22,17 +22,16 @@ from .exchange import Open
 from .groups import Groups, Stretch, UnsupportedUse, without_samples
 from .mini_batch import MiniBatch, Mode
 from .ops.base import OPERATIONS
-from .weight import Handle, lift
+from .weight import Handle, lift, names_of
 
 # Operations that only look at a tensor or leave autograd: they run as they are.
 UNFOLLOWED = frozenset(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex "  # noqa: SIM905
-    "element_size detach item tolist data_ptr storage_offset get_device requires_grad_ "
-    "register_hook retain_grad backward __len__ __repr__ __format__ __hash__ __bool__ __set__ "
-    "__delete__ is_same_size is_pinned has_names numpy zeros_like ones_like empty_like full_like "
-    "rand_like randn_like new_zeros new_ones new_empty new_full new_tensor equal is_shared "
-    "untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view "
-    "is_inference is_conj is_neg "
+    "element_size detach item tolist data_ptr storage_offset get_device requires_grad_ register_hook retain_grad "
+    "backward __len__ __repr__ __format__ __hash__ __bool__ __set__ __delete__ is_same_size is_pinned has_names numpy "
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
+    "equal is_shared untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view is_inference is_conj "
+    "is_neg "
     "is_signed __contains__ dim_order __reduce_ex__ __array__".split()
 ) | {
     # Every property but those that compute a value.
@@ -116,11 +115,11 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
     leaves, spec = tree_flatten((args, kwargs))
     handles = [mini.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
     held = [h for h in handles if h is not None]
-    names = mini.names(held)
+    names = names_of(held)
     for a in leaves:
         if isinstance(a, (tuple, list)) and any(mini.holds(t) for t in a):
             raise UnsupportedUse(
-                f"{mini.names(mini.handle_of(t) for t in a)} goes through {name} in a {type(a).__name__}, which "
+                f"{names_of(mini.handle_of(t) for t in a)} goes through {name} in a {type(a).__name__}, which "
                 "one_pass does not look into; give it a list, a tuple or a named tuple"
             )
     if name in WRITERS or kwargs.get("out") is not None:
@@ -164,9 +163,8 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
         first, second = (tree_flatten(call(*[h.value for h in held]))[0] for _ in range(2))
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             raise UnsupportedUse(
-                f"{mini.names(held)} goes through {name} before it meets the batch; the loop "
-                "would draw other numbers for each micro-batch: apply it to a value of the batch, "
-                "or loop over micro-batches"
+                f"{names_of(held)} goes through {name} before it meets the batch; the loop would draw other numbers "
+                "for each micro-batch: apply it to a value of the batch, or loop over micro-batches"
             )
     if len(held) == 1 and not held[0].grouped and (one_to_one or name in CONVERSIONS):
         h = held[0]
@@ -195,7 +193,7 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
             tag = torch.func.vmap(nth)(*tags)
         else:
             tag = Derive.apply(nth, mini.groups.kappa, *tags)
-        out.append(lift(v, Handle(v, tag, True, None, label=mini.names(held))))
+        out.append(lift(v, Handle(v, tag, True, None, label=names_of(held))))
     return tree_unflatten(out, spec)
 
 
@@ -274,9 +272,8 @@ def _batch_axis(mini: MiniBatch, name: str, names: str, leaves: list[Any], batch
                 raise without_samples(names, f"goes through {name} with a scalar of the batch")
             if axis is None:
                 raise UnsupportedUse(
-                    f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in "
-                    f"which no dimension is the batch of {mini.groups.batch}; keep the batch in "
-                    f"dimension {mini.groups.axis}"
+                    f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in which no dimension is "
+                    f"the batch of {mini.groups.batch}; keep the batch in dimension {mini.groups.axis}"
                 )
             if a.ndim > best[1]:
                 best = (axis, a.ndim, a.shape[axis])

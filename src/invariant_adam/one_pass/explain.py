@@ -13,7 +13,7 @@ from .groups import UnsupportedUse
 from .mini_batch import MiniBatch
 from .ops.base import COPIES, OPERATIONS, Seen, by_copies
 from .verify.check import verify
-from .verify.probe import Probe, Record, run
+from .verify.probe import Probe, Record, Trial
 from .weight import Entry
 
 
@@ -94,7 +94,7 @@ def explain(
             if not context.mini.single:
                 plain = getattr(model, "_orig_mod", model)
                 with torch.compiler.set_stance("force_eager"):
-                    probe, _ = run(context.mini, plain, args, kwargs)
+                    probe, _ = Trial(context.mini, plain, (args, kwargs)).run()
                 context.facts.find(checked=frozenset(), passed=False)
                 verify(context.mini, model, args, kwargs)
     except UnsupportedUse as error:

@@ -31,14 +31,7 @@ if TYPE_CHECKING:
 
 
 class Sink:
-    """The optimizer that takes the pairs of an open context.
-
-    Args:
-        optimizer: it.
-        mini: the mini-batch under way.
-        entries: the parameters of the model.
-        wait: hands a pair over together with others.
-    """
+    """The optimizer that takes the pairs of an open context; `wait` hands a pair over together with others."""
 
     def __init__(
         self, optimizer: InvariantAdam, mini: MiniBatch, entries: list[Entry], wait: Callable[[Entry, pair.Pair], None]

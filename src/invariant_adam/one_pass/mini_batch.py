@@ -5,7 +5,6 @@ How it is divided, where the batch is in a tensor, and which values have a handl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from .groups import Groups, UnsupportedUse, without_samples
 from .ops.base import copies
-from .routing import group_ids
-from .weight import Entry, Handle, Lifted, OnePassParameter, Weight, apart
+from .routing import Routed, routed
+from .weight import Entry, Handle, Held, Lifted, OnePassParameter, Weight, apart, names_of
 
 if TYPE_CHECKING:
     from .into import Sink
@@ -39,13 +38,10 @@ class Mode(Enum):
 
 
 class Place(NamedTuple):
-    """Where the batch is in a tensor: a dimension, or the group of each row."""
+    """Where the batch is in a tensor: a dimension, or rows in any order."""
 
     axis: int
-    ids: Tensor | None = None
-
-
-Held = Iterable[Handle | None]
+    routed: Routed | None = None
 
 
 class MiniBatch:
@@ -151,13 +147,10 @@ class MiniBatch:
         return copies(self.groups, h)
 
     def weight_of(self, h: Handle | None, plain: Any, ticket: int | None) -> Weight:
-        """A parameter as an operation is given it.
+        """A parameter as an operation is given it: by its handle, or as the plain value that has none.
 
-        Args:
-            h: its handle, if it has one.
-            plain: the value, if it has none.
-            ticket: which of the tickets it takes where its pair goes to the optimizer, each parameter of an operation
-                another; None where the operation does not hand pairs over.
+        Where its pair goes to the optimizer it takes the ticket of that number, each parameter of an operation another;
+        None for an operation that does not hand pairs over.
         """
         if h is None:
             return Weight(plain)
@@ -182,11 +175,6 @@ class MiniBatch:
                 if h is not None and h.entry is not None:
                     h.entry.operations.add(name)
 
-    @staticmethod
-    def names(held: Held) -> str:
-        """The names of the parameters behind some handles."""
-        return ", ".join(dict.fromkeys(h.label for h in held if h is not None))
-
     # Where the batch is.
 
     def axis_of(self, t: Tensor) -> Any:
@@ -206,46 +194,39 @@ class MiniBatch:
         return t.ndim > axis and t.shape[axis] == self.groups.batch
 
     def place(
-        self, x: Tensor, event: int, name: str, held: tuple[Handle | None, ...], routed: bool = False
+        self, x: Tensor, event: int, name: str, held: tuple[Handle | None, ...], any_order: bool = False
     ) -> Place | None:
-        """Where the batch is in x, whose last `event` dimensions are not rows; None for a constant.
+        """Where the batch is in x, whose last `event` dimensions make one row; None for a constant.
 
-        Args:
-            x: the tensor that the parameters behind `held` meet.
-            event: its last dimensions that make one row.
-            name: of the operation.
-            held: the handles of the operation's parameters.
-            routed: whether the operation serves rows in any order, given the group of each.
+        The operation `name` uses the parameters behind `held` on x, perhaps with rows in `any_order`.
         """
-        ids = None
+        found = None
         if x.requires_grad and not torch.compiler.is_compiling():
-            ids = group_ids(x, self.groups)
-        if ids is not None:
-            if not routed:
+            found = routed(x, self.groups)
+        if found is not None:
+            if not any_order:
                 raise UnsupportedUse(
-                    f"{self.names(held)} goes through {name} on rows picked from the batch by "
-                    "index, which only linear layers and elementwise products support; apply it "
-                    "before the rows are picked"
+                    f"{names_of(held)} goes through {name} on rows picked from the batch by index, which only linear "
+                    "layers and elementwise products support; apply it before the rows are picked"
                 )
-            return self.place_at(x, 0, name, held, ids)
-        if not x.requires_grad and not self.is_batched(x, self.names(held), name):
+            return self.place_at(x, 0, name, held, found)
+        if not x.requires_grad and not self.is_batched(x, names_of(held), name):
             if self.probe is not None:
-                self.probe.constant(self.names(held), name, x)
+                self.probe.constant(names_of(held), name, x)
             return None
         if x.ndim == 0:
-            raise without_samples(self.names(held), f"goes through {name} with a scalar of the batch")
+            raise without_samples(names_of(held), f"goes through {name} with a scalar of the batch")
         axis = self.groups.axis_of(x.shape, x.ndim - event)
         if self.facts.findings.axes:
-            axis = self.facts.findings.axes.get((self.names(held), name), axis)
+            axis = self.facts.findings.axes.get((names_of(held), name), axis)
         # A checkpoint runs its part of the forward again during backward, where it was checked as well.
         if self.mode is Mode.OUTSIDE and torch._C._current_graph_task_id() < 0:
             self._only_place(x, x.ndim - event, name, held)
         if axis is None:
             raise UnsupportedUse(
-                f"{self.names(held)} goes through {name} with an input of shape {tuple(x.shape)}, "
-                f"in which no dimension is the batch of {self.groups.batch}: rows were dropped, "
-                "packed or regrouped before it; loop over micro-batches, or keep the batch in its "
-                "dimension"
+                f"{names_of(held)} goes through {name} with an input of shape {tuple(x.shape)}, in which no "
+                f"dimension is the batch of {self.groups.batch}: rows were dropped, packed or regrouped before it; "
+                "loop over micro-batches, or keep the batch in its dimension"
             )
         return self.place_at(x, axis, name, held)
 
@@ -254,16 +235,16 @@ class MiniBatch:
         batch, axis = self.groups.batch, self.groups.axis
         if leading <= axis or [d for d in range(leading) if x.shape[d] == batch] != [axis]:
             raise UnsupportedUse(
-                f"{self.names(held)} goes through {name} outside of the model's forward, with an input of shape "
+                f"{names_of(held)} goes through {name} outside of the model's forward, with an input of shape "
                 f"{tuple(x.shape)} whose batch of {batch} cannot be told for sure; move the operation into the model"
             )
 
-    def place_at(self, x: Tensor, axis: int, name: str, held: Held, ids: Tensor | None = None) -> Place:
-        """`place` with the batch dimension, or the rows' groups, known."""
+    def place_at(self, x: Tensor, axis: int, name: str, held: Held, found: Routed | None = None) -> Place:
+        """`place` with the batch dimension, or the rows' places in the batch, known."""
         self.note(held, name)
         if self.probe is not None:
-            self.probe.rows(self.names(held), name, x, ids, None if ids is not None else axis)
-        return Place(axis, ids)
+            self.probe.rows(names_of(held), name, x, found, axis)
+        return Place(axis, found)
 
 
 def _waits(p: Tensor) -> bool:

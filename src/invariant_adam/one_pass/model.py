@@ -155,7 +155,6 @@ def _refuse_modules(model: nn.Module) -> None:
             )
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise UnsupportedUse(
-                f"{name} is a SyncBatchNorm, whose statistics span workers and micro-batches; use "
-                "BatchNorm (one_pass gives each micro-batch its own statistics, as the loop does) "
-                "or GroupNorm"
+                f"{name} is a SyncBatchNorm, whose statistics span workers and micro-batches; use BatchNorm (one_pass "
+                "gives each micro-batch its own statistics, as the loop does) or GroupNorm"
             )

@@ -13,7 +13,7 @@ Weight             one use of a handle by one operation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -190,15 +190,9 @@ class Handle:
     """
 
     def __init__(
-        self,
-        value: Tensor,
-        tag: Tensor,
-        grouped: bool,
-        entry: Entry | None,
-        resize: Callable[[int, int, int], Tensor] | None = None,
-        label: str = "",
-        direct: bool = False,
-    ) -> None:
+        self, value: Tensor, tag: Tensor, grouped: bool, entry: Entry | None,
+        resize: Callable[[int, int, int], Tensor] | None = None, label: str = "", direct: bool = False,
+    ) -> None:  # fmt: skip
         self.value = value
         self.tag = tag
         self.grouped = grouped
@@ -218,6 +212,14 @@ class Handle:
         """Count one delivery of squares; a parameter that is not shared must get exactly one."""
         if self.entry is not None and not torch.compiler.is_compiling():
             self.entry.arrived += 1
+
+
+Held = Iterable[Handle | None]
+
+
+def names_of(held: Held) -> str:
+    """The names of the parameters behind some handles."""
+    return ", ".join(dict.fromkeys(h.label for h in held if h is not None))
 
 
 class Weight(NamedTuple):

@@ -7,7 +7,7 @@ products (see `linear`).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from ..dispatch import dispatch
 from ..groups import UnsupportedUse
-from ..weight import Handle, lift
+from ..mini_batch import MiniBatch
+from ..weight import Handle, lift, names_of
 from . import base
 from .linear import linear_with, products
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 
 def _rows(mini: MiniBatch, weight: Any, sizes: list[int]) -> list[Any]:
@@ -69,50 +67,28 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 @base.operation("multi_head_attention_forward", "multi_head_attention", line=products)
 def multi_head_attention(
-    mini: MiniBatch,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    static_k: Any = None,
-    static_v: Any = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
+    mini: MiniBatch, func: Any, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+    in_proj_weight: Any, in_proj_bias: Any, bias_k: Any, bias_v: Any, add_zero_attn: bool, dropout_p: float,
+    out_proj_weight: Any, out_proj_bias: Any, training: bool = True, key_padding_mask: Any = None,
+    need_weights: bool = True, attn_mask: Any = None, use_separate_proj_weight: bool = False, q_proj_weight: Any = None,
+    k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
+    average_attn_weights: bool = True, is_causal: bool = False,
+) -> Any:  # fmt: skip
     """Self- and cross-attention with packed or separate projections."""
-    held = [mini.handle_of(t) for t in (in_proj_weight, q_proj_weight, out_proj_weight)]
+    names = names_of([mini.handle_of(t) for t in (in_proj_weight, q_proj_weight, out_proj_weight)])
     if query.ndim != 3:
-        raise UnsupportedUse(f"{mini.names(held)} goes through attention without a batch dimension; add one")
+        raise UnsupportedUse(f"{names} goes through attention without a batch dimension; add one")
     extra = bias_k is not None or add_zero_attn or static_k is not None or static_v is not None
     if extra or any(mini.holds(t) for t in (query, key, value)):
         raise UnsupportedUse(
-            f"{mini.names(held)} goes through attention with add_bias_kv, add_zero_attn, static "
-            "keys or inputs made from parameters alone; leave them out, or loop over micro-batches"
+            f"{names} goes through attention with add_bias_kv, add_zero_attn, static keys or inputs made from "
+            "parameters alone; leave them out, or loop over micro-batches"
         )
     for t in (query, key, value):
         if t.shape[1] % mini.groups.batch:
             raise UnsupportedUse(
-                f"{mini.names(held)} goes through attention with an input of {t.shape[1]} "
-                f"sequences for a batch of {mini.groups.batch} samples; keep every sample's "
-                "sequences together"
+                f"{names} goes through attention with an input of {t.shape[1]} sequences for a batch of "
+                f"{mini.groups.batch} samples; keep every sample's sequences together"
             )
     length, rows, E = query.shape
     source, width = key.shape[0], E // num_heads
@@ -140,23 +116,14 @@ def multi_head_attention(
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=is_causal and mask is None)
     out = out.permute(2, 0, 1, 3).reshape(length, rows, E)
-    out = linear_with(mini, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1)
-    return out, weights
+    return linear_with(mini, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1), weights
 
 
 @base.operation("scaled_dot_product_attention")
 def scaled_dot_product_attention(
-    mini: MiniBatch,
-    func: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+    mini: MiniBatch, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
     """Attention with a learned bias for a mask, in plain operations: the fused kernels do not differentiate it."""
     if any(mini.holds(t) for t in (query, key, value)):
         return NotImplemented

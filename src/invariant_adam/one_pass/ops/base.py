@@ -23,7 +23,8 @@ from ...kernels import sums
 from ...kernels.gemm_square import sum_square
 from .. import into
 from ..groups import Groups, UnsupportedUse, join
-from ..weight import Handle, Weight
+from ..routing import Routed
+from ..weight import Handle, Weight, names_of
 
 if TYPE_CHECKING:
     from ..mini_batch import MiniBatch
@@ -87,14 +88,10 @@ OPERATIONS: dict[str, Operation] = {}
 def operation(
     *names: str, line: Callable[[Seen], Line] = by_copies
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a rule for the torch functions of these names.
+    """Register a rule for the torch functions of these names, with the line that `explain` prints.
 
     A rule is called with the mini-batch, the torch function and its arguments. It returns the result, or
     NotImplemented to leave the case to the fallback.
-
-    Args:
-        names: of the torch functions, and under which the rule places its inputs.
-        line: what `explain` prints for a parameter at this operation.
     """
 
     def register(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,59 +105,35 @@ def operation(
 
 
 class Use:
-    """One use of weights by an operation: what its Function needs besides tensors.
+    """One use of weights by an operation: what its Function needs besides tensors."""
 
-    Args:
-        groups: the division of the mini-batch.
-        axis: of the batch in the operation's input.
-        ids: the group of each row instead, where rows are in any order.
-        weights: the operation's parameters, in the order in which its Function takes them.
-        settings: the operation's own.
-    """
-
-    def __init__(self, groups: Groups, axis: int, ids: Tensor | None, weights: Sequence[Weight], settings: Any) -> None:
-        self.groups, self.axis, self.ids, self.weights, self.settings = groups, axis, ids, weights, settings
-
-    @property
-    def names(self) -> str:
-        """The parameters' names."""
-        return ", ".join(w.handle.label for w in self.weights if w.handle is not None) or "a value"
+    def __init__(
+        self, groups: Groups, axis: int, routed: Routed | None, weights: Sequence[Weight], settings: Any = None
+    ) -> None:
+        self.groups = groups
+        self.axis, self.routed = axis, routed  # of the batch in the operation's input; or where its rows come from
+        self.weights = weights  # in the order in which the Function takes them
+        self.settings = settings  # the operation's own
 
 
 def use_of(
-    mini: MiniBatch,
-    name: str,
-    x: Any,
-    event: int,
-    weights: Sequence[Any],
-    settings: Any = None,
-    *,
-    axis: int | None = None,
-    routed: bool = False,
-) -> Use | None:
-    """The use of `weights` on the rows of x; None where it is for the fallback.
+    mini: MiniBatch, name: str, x: Any, event: int, weights: Sequence[Any], settings: Any = None, *,
+    axis: int | None = None, any_order: bool = False,
+) -> Use | None:  # fmt: skip
+    """The use of `weights` by the operation `name` on x, whose last `event` dimensions make one row.
 
-    That is so where x itself is made of parameters alone, or is a constant, or where a weight comes from the batch.
-
-    Args:
-        mini: the mini-batch under way.
-        name: of the operation.
-        x: its input.
-        event: the last dimensions of x that make one row.
-        weights: its parameters: tensors with or without a handle, or None.
-        settings: for its Function.
-        axis: the batch dimension of x, where the operation knows it.
-        routed: whether its Function serves rows in any order, given `ids`.
+    None leaves it to the fallback: x itself is made of parameters alone, or is a constant, or a weight comes from the
+    batch. A rule that knows the batch dimension of x gives `axis`. Its Function may serve rows in `any_order`.
     """
     if mini.holds(x) or any(varies(mini, w) for w in weights):
         return None
     held = tuple([mini.handle_of(w) for w in weights])
-    place = mini.place(x, event, name, held, routed) if axis is None else mini.place_at(x, axis, name, held)
+    place = mini.place(x, event, name, held, any_order) if axis is None else mini.place_at(x, axis, name, held)
     if place is None:
         return None
-    hands = place.ids is None  # a Function for rows in any order returns its pairs
+    hands = place.routed is None  # a Function for rows in any order returns its pairs
     found = [mini.weight_of(h, w, i if hands else None) for i, (w, h) in enumerate(zip(weights, held, strict=True))]
-    return Use(mini.groups, place.axis, place.ids, found, settings)
+    return Use(mini.groups, place.axis, place.routed, found, settings)
 
 
 def varies(mini: MiniBatch, w: Any) -> bool:
@@ -247,6 +220,13 @@ def deliver(groups: Groups, weight: Weight | None, kernel: Kernel, operands: Ite
     return hand_over(weight, dW, S)
 
 
+def deliver_at_once(groups: Groups, weight: Weight, kernel: Kernel, *operands: Any) -> Gradients:
+    """`deliver` for operands that hold all groups, whatever their sizes."""
+    if weight.handle.grouped:
+        return None, kernel.shares(*operands)
+    return hand_over(weight, *kernel.square(*operands, groups.c))
+
+
 def deliver_sums(groups: Groups, weight: Weight | None, shares: list[Tensor]) -> Gradients:
     """`deliver` for shares that are already formed, (groups, *w.shape) per stretch."""
     return deliver(groups, weight, SUMS, [(t,) for t in shares])
@@ -271,8 +251,8 @@ def deliver_places(groups: Groups, weight: Weight, images: list[Tensor]) -> Grad
 
 
 def deliver_both(
-    w: Weight | None, b: Weight | None, each: Sequence[Tensor], pairs: Sequence[Tensor], shape: tuple[int, ...] = (-1,)
-) -> list[Gradients]:
+    w: Weight | None, b: Weight | None, each: Sequence[Tensor], pairs: Sequence[Tensor], shape: tuple[int, ...] = (-1,),
+) -> list[Gradients]:  # fmt: skip
     """`deliver` for a norm's weight and bias, from the shares (groups, 2, C) and pairs (4, C) of each stretch."""
     rows = _added(pairs).unbind(0)
     made: list[Gradients] = []
@@ -310,9 +290,10 @@ def owned(y: Tensor) -> Tensor:
 def refuse_penalty(name: str, use: Use) -> None:
     """Refuse a backward that is to be differentiated again, where it takes weights or statistics for constants."""
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        names = names_of(w.handle for w in use.weights) or "a value"
         raise UnsupportedUse(
-            f"{use.names} goes through {name} in a backward with create_graph=True (a penalty on gradients, perhaps), "
-            "and what that owes to the weights would be lost; leave it out, or loop over micro-batches. Drop an update "
+            f"{names} goes through {name} in a backward with create_graph=True (a penalty on gradients, perhaps), and "
+            "what that owes to the weights would be lost; leave it out, or loop over micro-batches. Drop an update "
             "that is open with opt.abandon()"
         )
 
@@ -334,4 +315,4 @@ def copies(groups: Groups, h: Handle) -> Tensor:
     """The κ copies of a value, of which every one gets its own gradient."""
     if h.grouped:
         return h.tag
-    return Expand.apply(None, Use(groups, 0, None, (Weight(h.value, h.tag, h),), None), h.value, h.tag)
+    return Expand.apply(None, Use(groups, 0, None, (Weight(h.value, h.tag, h),)), h.value, h.tag)

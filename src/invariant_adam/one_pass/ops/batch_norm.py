@@ -1,16 +1,10 @@
 # ruff: noqa: D102 - forward and backward
-# torch leaves Function.apply untyped:
-# mypy: disable-error-code="no-untyped-call,no-any-return"
-"""Batch norm. In train mode it is a ghost batch norm: each micro-batch has its own statistics, as in the loop.
-
-rows       the samples of x (B, C, *spatial)
-square     sums over rows, squared, by the kernel that also makes dx
-"""
+"""Batch norm. In train mode it is a ghost batch norm: each micro-batch has its own statistics, as in the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...kernels import batch_norm as kernels
 from ..groups import UnsupportedUse, join
+from ..mini_batch import MiniBatch
 from ..weight import Weight
 from . import base
 from .norms import Affine, channel_use
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 
 class GhostNorm(base.Squaring):
@@ -36,17 +28,9 @@ class GhostNorm(base.Squaring):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        use: base.Use,
-        w: Any,
-        tag: Any,
-        b: Any,
-        tag_b: Any,
-        mean: Tensor,
-        rstd: Tensor,
+        ctx: Any, x: Tensor, use: base.Use, w: Any, tag: Any, b: Any, tag_b: Any, mean: Tensor, rstd: Tensor,
         made: tuple[Tensor] | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         # A parameter is saved as a plain tensor: in backward each use of it would ask its dispatcher. What a second
         # derivative would owe to it is lost, so `refuse_penalty`.
         ctx.save_for_backward(x, mean, rstd, w if w is None or torch.compiler.is_compiling() else w.detach())
@@ -70,24 +54,15 @@ class GhostNorm(base.Squaring):
             for s, gs, xs, mu, r in zip(groups.stretches, *pieces, strict=True)
         ]
         dx, each, pairs = zip(*made, strict=True)
-        return base.returned(
-            ctx, join(dx) if ctx.needs_input_grad[0] else None, *base.deliver_both(weight, bias, each, pairs)
-        )
+        grads = base.deliver_both(weight, bias, each, pairs)
+        return base.returned(ctx, join(dx) if ctx.needs_input_grad[0] else None, *grads)
 
 
 @base.operation("batch_norm", line=base.by_sums)
 def batch_norm(
-    mini: MiniBatch,
-    func: Any,
-    input: Tensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
+    mini: MiniBatch, func: Any, input: Tensor, running_mean: Any, running_var: Any, weight: Any = None,
+    bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
     """Batch norm in either mode."""
     use = channel_use(mini, "batch_norm", input, weight, bias)
     if use is None:
@@ -101,28 +76,13 @@ def batch_norm(
 
 
 def _ghost(
-    mini: MiniBatch,
-    x: Tensor,
-    use: base.Use,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    tracked: Tensor | None,
-    momentum: float,
-    cumulative: bool,
-    eps: float,
-) -> Tensor:
+    mini: MiniBatch, x: Tensor, use: base.Use, running_mean: Tensor | None, running_var: Tensor | None,
+    tracked: Tensor | None, momentum: float, cumulative: bool, eps: float,
+) -> Any:  # fmt: skip
     """Batch norm of each micro-batch of x; running statistics are updated κ times.
 
-    Args:
-        mini: the mini-batch under way.
-        x: the input.
-        use: of the weight and the bias.
-        running_mean: of the module, if it has one.
-        running_var: the same.
-        tracked: its count of updates, which has counted one.
-        momentum: of the running statistics; 1/n in the n-th update, if `cumulative`.
-        cumulative: whether the running statistics average over all updates.
-        eps: ε.
+    `tracked` is the module's count of updates, which has counted one. Where the running statistics are `cumulative`,
+    an average over all updates, `momentum` is 1/n in the n-th.
     """
     groups, (w, b) = use.groups, [weight.value for weight in use.weights]
     uses = None if running_mean is None or cumulative else _uses(mini, running_mean)
@@ -200,27 +160,15 @@ def _interleave(uses: list[Statistics], running_mean: Tensor, running_var: Tenso
                 running.mul_(keep**kappa)
 
 
-class Patch:
-    """A module whose forward is replaced until `remove`."""
-
-    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-        self.module = module
-        module.forward = forward
-
-    def remove(self) -> None:
-        """Give the module its own forward back."""
-        del self.module.forward
-
-
 def ghosts(module: _BatchNorm) -> bool:
     """Whether a batch norm takes its statistics from the batch."""
     return module.training or module.running_mean is None
 
 
-def patches(model: nn.Module, mini: MiniBatch) -> Iterator[Patch]:
-    """Give train-mode batch norms without a trainable weight or bias their ghost forward.
+def patch(model: nn.Module, mini: MiniBatch) -> Iterator[_BatchNorm]:
+    """Give train-mode batch norms without a trainable weight or bias their ghost forward, until it is deleted.
 
-    Those with one are seen through it. These touch no parameter, so no base.operation of theirs comes to a rule.
+    Those with one are seen through it. These touch no parameter, so no operation of theirs comes to a rule.
     """
     owners: dict[int, nn.Module] = {}
     for module in mini.facts.norms:
@@ -243,17 +191,18 @@ def patches(model: nn.Module, mini: MiniBatch) -> Iterator[Patch]:
                 f"{_name(model, module)} is a {type(module).__name__} without a trainable weight and with a "
                 "forward of its own; put it in eval mode, or make its weight trainable"
             )
-        yield Patch(module, _ghost_forward(module, mini))
+        module.forward = _ghost_forward(module, mini)  # type: ignore[assignment,method-assign]
+        yield module
 
 
 def _name(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, m in model.named_modules() if m is module)
+    return str(next(name for name, m in model.named_modules() if m is module))
 
 
-def _ghost_forward(module: _BatchNorm, mini: MiniBatch) -> Callable[[Tensor], Tensor]:
+def _ghost_forward(module: _BatchNorm, mini: MiniBatch) -> Callable[[Tensor], Any]:
     plain = module.forward
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Any:
         if not mini.is_known or mini.is_plain or not torch.is_grad_enabled() or not ghosts(module):
             return plain(x)
         momentum, tracked = module.momentum, module.num_batches_tracked
@@ -261,7 +210,7 @@ def _ghost_forward(module: _BatchNorm, mini: MiniBatch) -> Callable[[Tensor], Te
             with torch.no_grad():
                 tracked.add_(1)
             momentum = 1.0 / float(tracked) if momentum is None else momentum
-        use = base.Use(mini.groups, 0, None, (Weight(module.weight), Weight(module.bias)), None)
+        use = base.Use(mini.groups, 0, None, (Weight(module.weight), Weight(module.bias)))
         running = module.running_mean, module.running_var
         return _ghost(mini, x, use, *running, tracked, momentum or 0.0, module.momentum is None, module.eps)
 

@@ -1,15 +1,10 @@
 # ruff: noqa: D102 - forward and backward
-# torch leaves Function.apply untyped:
-# mypy: disable-error-code="no-untyped-call,no-any-return"
-"""Convolutions of any stride, padding, dilation, grouping and transposition.
-
-rows       the samples of x (B, C, *spatial)
-square     `conv_square`, which on a GPU folds 2-d convolutions into the moments as it forms them
-"""
+"""Convolutions of any stride, padding, dilation, grouping and transposition, on samples (B, C, *spatial)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +15,9 @@ from ...kernels.conv_square import Geometry, conv_backward
 from ...kernels.ops import operator
 from ..groups import UnsupportedUse
 from ..into import sink, ticket, ticket_shape
+from ..mini_batch import MiniBatch
+from ..weight import names_of
 from . import base
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 
 def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> None:
@@ -45,35 +39,22 @@ def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> No
         taker.fold(entry, *kernels.conv_square(G, X, geo, c))
 
 
-@operator(
-    "into_convolution(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, "
-    "int[] output_padding, int groups, bool transposed, bool channels_last, int key) -> Tensor",
-    ticket_shape,
-)
-def _into_convolution(
-    G: Tensor,
-    X: Tensor,
-    c: Tensor | None,
-    weight: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    output_padding: list[int],
-    groups: int,
-    transposed: bool,
-    channels_last: bool,
-    key: int,
-) -> Tensor:
-    sizes = (tuple(weight), tuple(stride), tuple(padding), tuple(dilation))
-    _fold(key, G, X, Geometry(*sizes, transposed, tuple(output_padding), groups, channels_last), c)
+@operator("into_convolution(Tensor G, Tensor X, Tensor? c, int[] geometry, int key) -> Tensor", ticket_shape)
+def _into_convolution(G: Tensor, X: Tensor, c: Tensor | None, geometry: list[int], key: int) -> Tensor:
+    n, left = len(geometry) // 5 - 1, iter(geometry)  # n + 2 sizes of the weight, n of four others, and three numbers
+    weight, stride, padding, dilation, output_padding = (tuple(islice(left, k)) for k in (n + 2, n, n, n, n))
+    groups, transposed, last = left
+    _fold(
+        key, G, X, Geometry(weight, stride, padding, dilation, bool(transposed), output_padding, groups, bool(last)), c
+    )
     return ticket(G)
 
 
 def _into(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> Any:
     if not torch.compiler.is_compiling():
         return _fold(key, G, X, geo, c)
-    sizes = [list(part) for part in (geo.weight, geo.stride, geo.padding, geo.dilation, geo.output_padding)]
-    return _into_convolution(G, X, c, *sizes, geo.groups, geo.transposed, geo.channels_last, key)
+    sizes = *geo.weight, *geo.stride, *geo.padding, *geo.dilation, *geo.output_padding
+    return _into_convolution(G, X, c, [*sizes, geo.groups, int(geo.transposed), int(geo.channels_last)], key)
 
 
 CONV = base.Kernel(kernels.conv_square, kernels.conv_groups, _into)
@@ -124,22 +105,13 @@ def _sizes(value: Any, n: int) -> tuple[int, ...]:
 
 
 def _convolve(
-    mini: MiniBatch,
-    name: str,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    transposed: bool = False,
-    output_padding: Any = 0,
-) -> Any:
+    mini: MiniBatch, name: str, x: Tensor, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any,
+    groups: int, transposed: bool = False, output_padding: Any = 0,
+) -> Any:  # fmt: skip
     n = weight.ndim - 2
     if x.ndim != n + 2 and not (mini.holds(x) or base.varies(mini, weight) or base.varies(mini, bias)):
         raise UnsupportedUse(
-            f"{mini.names([mini.handle_of(weight), mini.handle_of(bias)])} goes through {name} with an input of shape "
+            f"{names_of([mini.handle_of(weight), mini.handle_of(bias)])} goes through {name} with an input of shape "
             f"{tuple(x.shape)} without a batch dimension; add one"
         )
     dilation, before = _sizes(dilation, n), None
@@ -165,33 +137,17 @@ def _convolve(
 
 @base.operation("conv1d", "conv2d", "conv3d", line=_line)
 def convolution(
-    mini: MiniBatch,
-    func: Any,
-    input: Tensor,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
+    mini: MiniBatch, func: Any, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> Any:  # fmt: skip
     """A convolution."""
     return _convolve(mini, func.__name__, input, weight, bias, stride, padding, dilation, groups)
 
 
 @base.operation("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", line=_line)
 def transposed_convolution(
-    mini: MiniBatch,
-    func: Any,
-    input: Tensor,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
+    mini: MiniBatch, func: Any, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+) -> Any:  # fmt: skip
     """A transposed convolution."""
-    rest = stride, padding, dilation, groups, True, output_padding
-    return _convolve(mini, func.__name__, input, weight, bias, *rest)
+    return _convolve(mini, func.__name__, input, weight, bias, stride, padding, dilation, groups, True, output_padding)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from ..mini_batch import MiniBatch
 from . import base
 
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
-
 NAMES = (
-    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "__rdiv__"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
-)
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "__rdiv__",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
+)  # fmt: skip
 
 
 @base.operation(*NAMES)
@@ -29,7 +27,7 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     assert h is not None
     if h.value.ndim > x.ndim:
         return NotImplemented
-    place = mini.place(x, 0, func.__name__, (h,), routed=True)
+    place = mini.place(x, 0, func.__name__, (h,), any_order=True)
     if place is None:
         return NotImplemented
     axis = place.axis
@@ -40,8 +38,8 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     copies = mini.grouped(h)
     copies = copies.reshape(copies.shape[0], *(1,) * (x.ndim - h.value.ndim), *h.value.shape)
     copies = copies.movedim(axis + 1, 1)
-    if place.ids is not None:
-        own = copies[place.ids].squeeze(1)
+    if place.routed is not None:
+        own = copies[place.routed.ids].squeeze(1)
         return func(own, x, **kwargs) if first is not None else func(x, own, **kwargs)
     out = []
     for stretch, xs in zip(groups.stretches, groups.stack(x, axis), strict=True):

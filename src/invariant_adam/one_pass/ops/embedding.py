@@ -1,15 +1,9 @@
 # ruff: noqa: D102 - forward and backward
-# torch leaves Function.apply untyped:
-# mypy: disable-error-code="no-untyped-call,no-any-return"
-"""Rows of a table, named by ids; repeated tokens of one micro-batch add up before they are squared.
-
-rows       all ids, wherever their batch is
-square     `embedding_square`
-"""
+"""Rows of a table, named by ids; repeated tokens of one micro-batch add up before they are squared."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +12,9 @@ from torch import Tensor
 from ...kernels.embedding_square import embedding_groups, embedding_square
 from ..dispatch import dispatch
 from ..groups import UnsupportedUse
+from ..mini_batch import MiniBatch
+from ..weight import names_of
 from . import base
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 EMBEDDING = base.Kernel(embedding_square, embedding_groups)
 
@@ -58,21 +51,14 @@ def _padding(index: int | None, rows: int) -> int | None:
 
 @base.operation("embedding", line=_line)
 def embedding(
-    mini: MiniBatch,
-    func: Any,
-    input: Tensor,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: Any = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
+    mini: MiniBatch, func: Any, input: Tensor, weight: Any, padding_idx: int | None = None, max_norm: Any = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Any:  # fmt: skip
     """Rows of a table."""
     if max_norm is not None or scale_grad_by_freq:
         option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
         raise UnsupportedUse(
-            f"{mini.names((mini.handle_of(weight),))} goes through embedding with {option}, which depends on the "
+            f"{names_of((mini.handle_of(weight),))} goes through embedding with {option}, which depends on the "
             "whole mini-batch; leave it out or loop over micro-batches"
         )
     if not mini.holds(weight):
@@ -83,31 +69,21 @@ def embedding(
 
 @base.operation("embedding_bag")
 def embedding_bag(
-    mini: MiniBatch,
-    func: Any,
-    input: Tensor,
-    weight: Any,
-    offsets: Any = None,
-    max_norm: Any = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Any = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Any:
+    mini: MiniBatch, func: Any, input: Tensor, weight: Any, offsets: Any = None, max_norm: Any = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: Any = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Any:  # fmt: skip
     """An embedding reduced over the second dimension of its ids (B, N)."""
     if offsets is not None or input.ndim != 2:
         raise UnsupportedUse(
-            f"{mini.names((mini.handle_of(weight),))} goes through embedding_bag with offsets; pad the bags to ids of "
+            f"{names_of((mini.handle_of(weight),))} goes through embedding_bag with offsets; pad the bags to ids of "
             "shape (batch, length) with padding_idx"
         )
     if mini.holds(input) or not mini.holds(weight):
         return NotImplemented
-    padding_idx = _padding(padding_idx, weight.shape[0])
-    rows = dispatch(F.embedding, (input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq), {})
-    kept = torch.ones_like(input, dtype=torch.bool) if padding_idx is None else input != padding_idx
+    padding = _padding(padding_idx, weight.shape[0])
+    rows = dispatch(F.embedding, (input, weight, padding, max_norm, norm_type, scale_grad_by_freq), {})
+    kept = torch.ones_like(input, dtype=torch.bool) if padding is None else input != padding
     if mode == "max":
         rows = rows.masked_fill(~kept[..., None], -torch.inf).amax(1)
         return rows.masked_fill(~kept.any(1, keepdim=True), 0)

@@ -1,15 +1,9 @@
 # ruff: noqa: D102 - forward and backward
-# torch leaves Function.apply untyped:
-# mypy: disable-error-code="no-untyped-call,no-any-return"
-"""Products with a matrix: y = x wᵀ + b, and x w + b.
-
-rows       all vectors of x, wherever its batch is, or rows in any order of which the group of each is known
-square     Σ_k c_k (G_kᵀ X_k)² by `gemm_square`, which on a GPU folds itself into the moments tile by tile
-"""
+"""Products with a matrix, y = x wᵀ + b and x w + b: rows are the vectors of x, in batch order or in any."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +13,8 @@ from ...kernels import gemm_square as kernels
 from ...kernels.ops import operator
 from ..dispatch import dispatch
 from ..into import sink, ticket, ticket_shape
+from ..mini_batch import MiniBatch
 from . import base
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 
 def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
@@ -55,6 +47,34 @@ def _into(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
 GEMM = base.Kernel(kernels.gemm_square, kernels.gemm_groups, _into)
 
 
+def _by_group(kappa: int, ids: Tensor, *rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of each group, of tensors whose rows are in any order: `ids` (n,) names the group of each."""
+    order, sizes = torch.argsort(ids, stable=True), torch.bincount(ids, minlength=kappa).tolist()
+    return list(zip(*(t[order].split(sizes) for t in rows), strict=True))
+
+
+def routed_square(kappa: int, ids: Tensor, left: Tensor, right: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`gemm_square` for rows in any order."""
+    dW: Any = None
+    S: Any = None
+    for k, (a, b) in enumerate(_by_group(kappa, ids, left, right)):
+        if len(a):
+            d, s = kernels.gemm_square(a[None], b[None], None if c is None else c[k : k + 1])
+            dW, S = (d, s) if dW is None else (dW + d, S + s)
+    if dW is None:
+        dW = left.new_zeros(left.shape[1], right.shape[1])
+        S = dW.to(kernels.wide(dW.dtype))
+    return dW, S
+
+
+def routed_shares(kappa: int, ids: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`gemm_groups` for rows in any order."""
+    return torch.stack([a.t() @ b for a, b in _by_group(kappa, ids, left, right)])
+
+
+ROUTED = base.Kernel(routed_square, routed_shares)
+
+
 class Linear(base.Squaring):
     """y = x wᵀ + b, or x w + b where the settings are True; x (..., i)."""
 
@@ -81,7 +101,7 @@ class Linear(base.Squaring):
 
 
 class RoutedLinear(base.Squaring):
-    """`Linear` for rows x (n, i) in any order: `use.ids` (n,) names each row's group."""
+    """`Linear` for rows x (n, i) in any order: `use.routed` says where each comes from."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
@@ -92,32 +112,16 @@ class RoutedLinear(base.Squaring):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        groups, ids, flip = ctx.use.groups, ctx.use.ids, ctx.use.settings
+        groups, ids, flip = ctx.use.groups, ctx.use.routed.ids, ctx.use.settings
         dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
         pair = pair_b = base.NOTHING
         if weight is not None:
             left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
-            order = torch.argsort(ids, stable=True)
-            sizes = torch.bincount(ids, minlength=groups.kappa).tolist()
-            rows = list(zip(left[order].split(sizes), right[order].split(sizes), strict=True))
-            if weight.handle.grouped:
-                pair = None, torch.stack([a.t() @ b for a, b in rows])
-            else:
-                dW: Any = None
-                S: Any = None
-                for k, (a, b) in enumerate(rows):
-                    if len(a):
-                        d, s = kernels.gemm_square(a[None], b[None], None if groups.c is None else groups.c[k : k + 1])
-                        dW, S = (d, s) if dW is None else (dW + d, S + s)
-                if dW is None:
-                    dW, S = torch.zeros_like(w), torch.zeros_like(w, dtype=weight.handle.square_dtype)
-                pair = base.hand_over(weight, dW, S)
+            pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, ids, left, right)
         if bias is not None:
             shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, ids, g)
-            pair_b = (
-                (None, shares) if bias.handle.grouped else base.hand_over(bias, *kernels.sum_square(shares, groups.c))
-            )
+            pair_b = base.deliver_at_once(groups, bias, base.SUMS, shares)
         return base.returned(ctx, dx, pair, pair_b)
 
 
@@ -149,10 +153,10 @@ def linear_with(
     """y = x wᵀ + b (x w + b with `flip`), the batch of x at `axis` or found."""
     if weight.ndim != 2 or x.ndim < 2:
         return NotImplemented
-    use = base.use_of(mini, name, x, 1, (weight, bias), flip, axis=axis, routed=True)
+    use = base.use_of(mini, name, x, 1, (weight, bias), flip, axis=axis, any_order=True)
     if use is None:
         return NotImplemented
-    return base.call(Linear if use.ids is None else RoutedLinear, base.autocast(x), use)
+    return base.call(Linear if use.routed is None else RoutedLinear, base.autocast(x), use)
 
 
 @base.operation("linear", line=products)

@@ -1,15 +1,12 @@
 # ruff: noqa: D102 - forward and backward
-# torch leaves Function.apply untyped:
-# mypy: disable-error-code="no-untyped-call,no-any-return"
-"""Norms of each sample, times a weight plus a bias: layer, RMS, group and instance norm, and one that is written out.
+"""Norms of each sample, times a weight plus a bias, whose gradients are sums over rows.
 
-rows       the vectors of x for a layer norm, its samples for the others
-square     sums over rows, squared
+Layer, RMS, group and instance norm, and one that a model writes out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +15,9 @@ from torch import Tensor
 from ...kernels import sums
 from ..dispatch import dispatch
 from ..groups import UnsupportedUse
+from ..mini_batch import MiniBatch
+from ..weight import names_of
 from . import base
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 
 class LayerNorm(base.Squaring):
@@ -70,9 +66,9 @@ class Affine(base.Squaring):
         ctx.use = use
         shape = (1, -1) + (1,) * (x.ndim - 2)
         if w is None:
-            return x + b.view(shape)
+            return x + b.view(shape)  # type: ignore[no-any-return]
         if b is None:
-            return x * w.view(shape)
+            return x * w.view(shape)  # type: ignore[no-any-return]
         return torch.addcmul(b.view(shape), x, w.view(shape))
 
     @staticmethod
@@ -101,14 +97,9 @@ def _vectors(seen: base.Seen) -> base.Line:
 
 @base.operation("layer_norm", line=_vectors)
 def layer_norm(
-    mini: MiniBatch,
-    func: Any,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
+    mini: MiniBatch, func: Any, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None,
     eps: float = 1e-5,
-) -> Any:
+) -> Any:  # fmt: skip
     """Layer norm over the last dimensions."""
     shape = tuple(normalized_shape)
     use = base.use_of(mini, "layer_norm", input, len(shape), (weight, bias), (shape, eps))
@@ -160,21 +151,13 @@ def addcmul(mini: MiniBatch, func: Any, input: Any, tensor1: Any, tensor2: Any, 
 
 @base.operation("instance_norm", line=base.by_sums)
 def instance_norm(
-    mini: MiniBatch,
-    func: Any,
-    input: Tensor,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
+    mini: MiniBatch, func: Any, input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
+    bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
     """Instance norm: per sample, then a channel's scale and shift."""
     if use_input_stats and running_mean is not None:
         raise UnsupportedUse(
-            f"{mini.names((mini.handle_of(weight), mini.handle_of(bias)))} goes through instance_norm with "
+            f"{names_of((mini.handle_of(weight), mini.handle_of(bias)))} goes through instance_norm with "
             "track_running_stats=True in train mode, whose running statistics would differ from the loop's; set "
             "track_running_stats=False"
         )

@@ -6,7 +6,7 @@ micro-batch steps with its own copy of them, and the copies' gradients are squar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ..dispatch import dispatch
 from ..groups import UnsupportedUse
+from ..mini_batch import MiniBatch
+from ..weight import names_of
 from . import base
 from .linear import linear_with, products
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 States = tuple[Tensor, ...]
 
@@ -59,7 +58,7 @@ def recurrent(mini: MiniBatch, func: Any, x: Any, hx: Any, weights: Any, *rest: 
     has_bias, layers, dropout, training, bidirectional, batch_first = rest
     directions = 2 if bidirectional else 1
     per = 4 if has_bias else 2
-    names = mini.names([mini.handle_of(w) for w in weights])
+    names = names_of([mini.handle_of(w) for w in weights])
     if len(weights) != per * layers * directions:
         raise UnsupportedUse(f"{names} goes through {name} with proj_size; put a Linear layer after it")
     states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dispatch import dispatch
+from ..mini_batch import MiniBatch
 from ..weight import Handle, apart, lift
 from . import base
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
 
 
 @base.operation("expand", "repeat")

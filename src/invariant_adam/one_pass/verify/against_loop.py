@@ -1,34 +1,31 @@
 """Hold the gradients and squares of one pass against a loop over micro-batches, cut from the same inputs.
 
-Two of them where outputs can be masked to two; all, where the only output is a scalar. Nothing is refused but by
-float64, where the model can be run in it.
+Two micro-batches are compared where outputs can be masked to two; all, where the only output is a scalar. A model is
+refused by its numbers in float64 alone, where it can be run in that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..groups import Groups, UnsupportedUse
+from ..groups import UnsupportedUse
 from ..routing import sample_groups
-from .probe import close, cut, differentiable, freed, plainly, redrawn, run
-
-if TYPE_CHECKING:
-    from ..mini_batch import MiniBatch
-    from ..weight import Entry
+from ..weight import Entry
+from .probe import Trial, close, differentiable
 
 # How far a gradient may be from the loop's, relative, by bytes per element. float64 leaves room for models that compute
 # parts in float32; the others are for models that cannot run in float64, where a ReLU may turn on rounding.
 AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
 
 
-def check_gradients(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> None:
+def check_gradients(trial: Trial) -> None:
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
     Where another size is the batch's, a few do not tell whether one was taken for the other: then also against a loop
@@ -37,62 +34,51 @@ def check_gradients(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -
 
     A model that draws random numbers is held against it in eval mode: the loop would draw others.
     """
-    few = few_of(mini, args, kwargs)
-    if few < mini.groups.kappa:
+    few = few_of(trial)
+    if few < trial.mini.groups.kappa:
         try:
-            with of_few(mini, args, kwargs, few) as (a, kw):
-                _check_gradients(mini, model, a, kw)
-            if coincides(mini, args, kwargs):
-                _check_gradients(mini, model, args, kwargs, precise=False)
+            with trial.of_few(few) as small:
+                _check_gradients(small)
+            if coincides(trial):
+                _check_gradients(trial, precise=False)
             return
         except UnsupportedUse:
             pass  # perhaps by rounding alone, or because another size is that of the few
-    _check_gradients(mini, model, args, kwargs)
+    _check_gradients(trial)
 
 
-@contextmanager
-def of_few(mini: MiniBatch, args: Any, kwargs: Any, few: int) -> Iterator[tuple[Any, Any]]:
-    """The first `few` micro-batches of the inputs, which are all there are in here."""
-    groups = mini.groups
-    mini.groups = Groups(few * groups.micro, groups.micro, groups.axis)
-    try:
-        yield cut((args, kwargs), groups, 0, few)
-    finally:
-        mini.groups = groups
-
-
-def coincides(mini: MiniBatch, args: Any, kwargs: Any) -> bool:
+def coincides(trial: Trial) -> bool:
     """Whether another size is the batch's, so that one may be taken for the other."""
-    return mini.groups.batch in _sizes(mini, args, kwargs)
+    return trial.mini.groups.batch in _sizes(trial)
 
 
-def _sizes(mini: MiniBatch, args: Any, kwargs: Any) -> set[int]:
+def _sizes(trial: Trial) -> set[int]:
     """All sizes in sight that are not the batch's own."""
-    sizes = {n for entry in mini.facts.order for n in entry.param.shape}
-    for t in tree_leaves((args, kwargs)):
+    sizes = {n for entry in trial.mini.facts.order for n in entry.param.shape}
+    for t in tree_leaves(trial.inputs):
         if isinstance(t, Tensor):
-            sizes.update(n for d, n in enumerate(t.shape) if d != mini.groups.axis)
+            sizes.update(n for d, n in enumerate(t.shape) if d != trial.mini.groups.axis)
     return sizes
 
 
-def few_of(mini: MiniBatch, args: Any, kwargs: Any) -> int:
+def few_of(trial: Trial) -> int:
     """How many micro-batches to hold against the loop: four or so, unless that would make a coincidence."""
-    groups = mini.groups
+    groups = trial.mini.groups
     if groups.c is not None:
         return groups.kappa
-    sizes = _sizes(mini, args, kwargs)
+    sizes = _sizes(trial)
     fit = [k for k in (4, 5, 6, 7, 3) if k * groups.micro < groups.batch and k * groups.micro not in sizes]
     # A length that is a multiple could be taken for the batch's as well.
     return min(fit, key=lambda k: any(n % (k * groups.micro) == 0 for n in sizes), default=groups.kappa)
 
 
-def _check_gradients(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, precise: bool = True) -> None:
-    a, kw = cut((args, kwargs), mini.groups, 0)
+def _check_gradients(trial: Trial, precise: bool = True) -> None:
+    one = trial.cut(0)
     try:
-        with plainly(mini):
-            first = differentiable(run(mini, model, a, kw, freed)[1])
-            with redrawn(mini):
-                second = differentiable(run(mini, model, a, kw, freed)[1])
+        with trial.plainly():
+            first = differentiable(one.outputs())
+            with trial.redrawn():
+                second = differentiable(one.outputs())
     except Exception as error:
         raise UnsupportedUse(
             "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
@@ -100,11 +86,11 @@ def _check_gradients(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, 
         ) from error
     still = all(close(a, b) for a, b in zip(first, second, strict=False))
     del first, second
-    with nullcontext() if still else _evaluating(model):
+    with nullcontext() if still else _evaluating(trial.model):
         for double in (True, False) if precise else (False,):  # or the model insists on its own precision
             try:
-                with _in_double(mini, model, args, kwargs) if double else nullcontext((args, kwargs)) as (a, kw):
-                    _hold_against_loop(mini, model, a, kw)
+                with _in_double(trial) if double else nullcontext(trial) as twin:
+                    _hold_against_loop(twin)
                 return
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 if "use_reentrant" in str(error):
@@ -125,13 +111,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_double(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _in_double(trial: Trial) -> Iterator[Trial]:
     """The model and its inputs in float64, so that rounding is not taken for a mistake, nor a mistake for rounding.
 
     In float32 one activation that rounds to the other side of a ReLU moves a gradient by a thousandth.
     """
+    model = trial.model
     held: list[tuple[Tensor, Tensor]] = []
-    companions = [(entry, entry.companion) for entry in mini.facts.order]
+    companions = [(entry, entry.companion) for entry in trial.mini.facts.order]
     try:
         with ExitStack() as stack:
             for kind in {p.device.type for p in model.parameters()}:
@@ -144,7 +131,7 @@ def _in_double(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> Ite
             for entry, old in companions:
                 zero = torch.zeros((), dtype=torch.float64, device=old.device)
                 entry.companion = zero.expand(old.shape).requires_grad_()
-            yield tree_map(_as_double, (args, kwargs))
+            yield trial.on(tree_map(_as_double, trial.inputs))
     finally:
         with torch._C.DisableTorchFunctionSubclass():
             for t, data in held:
@@ -157,30 +144,24 @@ def _as_double(t: Any) -> Any:
     return t.detach().double() if isinstance(t, Tensor) and t.is_floating_point() else t
 
 
-def _hold_against_loop(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any) -> None:
-    groups = mini.groups
-    entries = mini.facts.order
+def _hold_against_loop(trial: Trial) -> None:
+    mini, groups, entries = trial.mini, trial.mini.groups, trial.mini.facts.order
     params, companions = [e.param for e in entries], [e.companion for e in entries]
-    full = differentiable(run(mini, model, args, kwargs, freed)[1])
+    full = differentiable(trial.outputs())
     batched = any(groups.batch in o.shape for o in full)
     kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
-    with plainly(mini):
-        a, kw = cut((args, kwargs), groups, 0)
-        small = differentiable(run(mini, model, a, kw, freed)[1])
+    with trial.plainly():
+        small = differentiable(trial.cut(0).outputs())
     if len(small) != len(full):
         raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
-    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a
-    # scalar.
+    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a scalar.
     generator = torch.Generator().manual_seed(0)
     seeds: list[Tensor] = []
     axes: list[int | None] = []
     for o, piece in zip(full, small, strict=True):
         rows = min(groups.micro, groups.batch)
-        where = [
-            d
-            for d, n in enumerate(o.shape)
-            if n == groups.batch and piece.shape == (*o.shape[:d], rows, *o.shape[d + 1 :])
-        ]
+        like = [(*o.shape[:d], rows, *o.shape[d + 1 :]) for d in range(o.ndim)]
+        where = [d for d, n in enumerate(o.shape) if n == groups.batch and piece.shape == like[d]]
         axes.append(where[0] if where else None)
         seed = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)
         if not where:  # not samples: the loss, where there is nothing else
@@ -198,9 +179,8 @@ def _hold_against_loop(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any
         times = groups.kappa * c[k] if mini.reduction == "mean" else 1.0
         larger = times or 1.0
         theirs = [s if d is None else larger * s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
-        with plainly(mini):
-            a, kw = cut((args, kwargs), groups, k)
-            grads = _grad(mini, model, a, kw, params, theirs)
+        with trial.plainly():
+            grads = _grad(trial.cut(k), params, theirs)
         share = 1 / larger if batched or times else 0.0
         for i, g in enumerate(grads):
             if g is not None:
@@ -213,7 +193,7 @@ def _hold_against_loop(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any
             ids = sample_groups(groups, groups.batch, s.device)
             left_out = torch.tensor([k not in kept for k in range(groups.kappa)], device=s.device)
             s.movedim(d, 0)[left_out[ids]] = 0
-    got = _grad(mini, model, args, kwargs, params + companions, seeds)
+    got = _grad(trial, params + companions, seeds)
     for i, entry in enumerate(entries, len(entries)):
         square = got[i]
         got[i] = None if square is None else entry.shaped(square)
@@ -222,17 +202,15 @@ def _hold_against_loop(mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any
     _compare_gradients(entries, got, wants, squares)
 
 
-def _grad(
-    mini: MiniBatch, model: nn.Module, args: Any, kwargs: Any, leaves: list[Tensor], seeds: list[Tensor]
-) -> list[Tensor | None]:
+def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
     def differentiate(outputs: list[Any]) -> list[Tensor | None]:
-        mini.probe = None  # checkpoints recompute their forward in here
+        trial.mini.probe = None  # checkpoints recompute their forward in here
         # Edges instead of parameters, which would send the whole backward through `dispatch`.
         with torch._C.DisableTorchFunctionSubclass():
             edges = [get_gradient_edge(t) for t in leaves]
         return list(torch.autograd.grad(differentiable(outputs), edges, seeds, allow_unused=True))
 
-    result: list[Tensor | None] = run(mini, model, args, kwargs, differentiate)[1]
+    result: list[Tensor | None] = trial.run(differentiate)[1]
     return result
 
 
