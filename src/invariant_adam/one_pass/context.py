@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -184,9 +183,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         while self.patched:
             del self.patched.pop().forward
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         Open.mini_batch = None
         try:
             self.mini.normed, self.facts.norms = {}, []
@@ -313,10 +310,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
 
     def _divide(self, batch: int, mode: Mode) -> None:
         device = self.armed[0].param.device if self.armed else None
-        facts = self.facts
-        self.mini.divide(
-            divided(batch, facts.micro, facts.axis, self.weights, self.ragged, self.reduction, device), mode
-        )
+        how = self.weights, self.ragged, self.reduction, device
+        self.mini.divide(divided(batch, self.facts.micro, self.facts.axis, *how), mode)
 
     def _harvest(self) -> None:
         """Hand over what the backward left."""
@@ -335,39 +330,32 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "the optimizer; call loss.backward(), with the other parameters frozen (requires_grad_(False))"
             )
         for entry in self.armed:
-            lost = sink is not None and entry.reached and not entry.done and entry.is_empty()
-            if lost and entry.module in modules and not mini.single:
-                wrong.append(
-                    f"{entry.name}: no square, while others of its module have one: a compiled graph lost it; leave "
-                    "into= out"
-                )
-            if not entry.done and entry.is_empty():
-                continue  # no gradient, no square: the optimizer skips it
-            if not mini.is_known:
-                wrong.append(f"{entry.name}: a gradient without a forward of the model")
-                continue
-            if mini.single:
-                continue
             # A compiled graph does not count what it delivers: count forwards and backwards.
             times = entry.arrived or entry.fired * max(1, self.forwards)
-            if entry.companion.grad is None and not entry.done:
-                wrong.append(
-                    f"{entry.name}: a gradient without a square (by backward(inputs=...)? freeze the others; in a "
-                    "named tuple that torch.compile did not look into? pass a list)"
+            what = ""
+            if not entry.done and entry.is_empty():  # no gradient, no square: the optimizer skips it
+                if sink is not None and entry.reached and entry.module in modules and not mini.single:
+                    what = "no square, while others of its module have one: a compiled graph lost it; leave into= out"
+            elif not mini.is_known:
+                what = "a gradient without a forward of the model"
+            elif mini.single:
+                continue
+            elif entry.companion.grad is None and not entry.done:
+                what = (
+                    "a gradient without a square (by backward(inputs=...)? freeze the others; in a named tuple that "
+                    "torch.compile did not look into? pass a list)"
                 )
             elif times == 0:
-                wrong.append(f"{entry.name}: a gradient without a square (through {entry.through})")
+                what = f"a gradient without a square (through {entry.through})"
             elif times > 1:
-                wrong.append(
-                    f"{entry.name}: squared {times} times in parts, without their cross terms (through {entry.through})"
-                )
+                what = f"squared {times} times in parts, without their cross terms (through {entry.through})"
+            if what:
+                wrong.append(f"{entry.name}: {what}")
         if wrong:
             raise UnsupportedUse(
-                "one_pass cannot square these parameters exactly:\n  "
-                + "\n  ".join(wrong)
-                + "\nA custom autograd.Function hides its parameters: write it with torch "
-                "operations. A parameter used by several forwards or several reentrant "
-                "checkpoints needs one forward, or use_reentrant=False, and check=True."
+                "one_pass cannot square these parameters exactly:\n  " + "\n  ".join(wrong) + "\nA custom "
+                "autograd.Function hides its parameters: write it with torch operations. A parameter used by several "
+                "forwards or several reentrant checkpoints needs one forward, or use_reentrant=False, and check=True."
             )
         for entry in self.armed:
             if entry.param.grad is not None and not entry.done:

@@ -64,15 +64,9 @@ RANDOM = frozenset(
 # The same for all but the last two dimensions.
 PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())  # noqa: SIM905
 IN_PLACE = {
-    "__iadd__": torch.add,
-    "add_": torch.add,
-    "__isub__": torch.sub,
-    "sub_": torch.sub,
-    "__imul__": torch.mul,
-    "mul_": torch.mul,
-    "__itruediv__": torch.div,
-    "div_": torch.div,
-}
+    "__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_": torch.sub,
+    "__imul__": torch.mul, "mul_": torch.mul, "__itruediv__": torch.div, "div_": torch.div,
+}  # fmt: skip
 # Every other operation that writes in place. A set, because a compiled trace cannot look into a name.
 WRITERS = frozenset(
     [
@@ -224,7 +218,11 @@ def _per_group(
     groups = mini.groups
     axis, ndim, size = _batch_axis(mini, name, names, leaves, batched)
     tags: list[Any] = [None if h is None else mini.grouped(h) for h in handles]
-    stacked = {i: groups.stack(a, mini.axis_of(a)) for i, (a, b) in enumerate(zip(leaves, batched, strict=True)) if b}
+    stacked = {
+        i: groups.stack(a, groups.axis_of(a.shape) or 0)
+        for i, (a, b) in enumerate(zip(leaves, batched, strict=True))
+        if b
+    }
     results = []
     for i_stretch, stretch in enumerate(groups.stretches):
         inputs = []
@@ -233,7 +231,7 @@ def _per_group(
                 inputs.append(_own_copy(groups, name, h, tag, stretch, axis, ndim, size))
             elif batched[i]:
                 x = stacked[i][i_stretch]
-                a = mini.axis_of(leaves[i])
+                a = groups.axis_of(leaves[i].shape)
                 inputs.append(x.movedim(1, a + 1) if a else x)
         try:
             results.append(torch.func.vmap(call, randomness="different")(*inputs))
@@ -267,7 +265,7 @@ def _batch_axis(mini: MiniBatch, name: str, names: str, leaves: list[Any], batch
     best = (0, -1, 0)
     for a, b in zip(leaves, batched, strict=True):
         if b:
-            axis = mini.axis_of(a)
+            axis = mini.groups.axis_of(a.shape)
             if a.ndim == 0:
                 raise without_samples(names, f"goes through {name} with a scalar of the batch")
             if axis is None:

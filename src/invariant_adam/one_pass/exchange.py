@@ -46,11 +46,8 @@ def register_source(source: Source) -> None:
 
 def source_of(model: nn.Module) -> Iterable[tuple[str, Tensor]] | None:
     """What the first source that knows the model says its parameters are; None where none does."""
-    for source in _sources:
-        found = source(model)
-        if found is not None:
-            return found
-    return None
+    answers = (source(model) for source in _sources)
+    return next((found for found in answers if found is not None), None)
 
 
 def trust(module: nn.Module) -> None:
@@ -63,20 +60,15 @@ def is_trusted(module: nn.Module) -> bool:
     return module in _trusted
 
 
-def _entry(p: Tensor) -> Entry | None:
-    return getattr(p, "one_pass_entry", None)
-
-
 def has_square(p: Tensor) -> bool:
     """Whether a square has arrived for `p`, a parameter of the open context."""
-    entry = _entry(p)
+    entry: Entry | None = getattr(p, "one_pass_entry", None)
     return entry is not None and entry.companion.grad is not None
 
 
 def take_square(p: Tensor) -> Tensor:
     """Take the square that has arrived for `p`, in its shape; it counts as handed over."""
-    entry = _entry(p)
-    assert entry is not None
+    entry: Entry = p.one_pass_entry  # type: ignore[attr-defined]
     if (entry.arrived or entry.fired) > 1 or entry.done:
         raise UnsupportedUse(
             f"{entry.name} is used more than once, and was squared in parts, without their cross terms; have the "

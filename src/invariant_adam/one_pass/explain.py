@@ -45,17 +45,10 @@ class Explanation:
 
     def __str__(self) -> str:
         head = ("parameter", "shape", "rule", "rows", "kernel", "memory")
-        body = [
-            (
-                r.name,
-                "×".join(map(str, r.shape)) or "1",
-                r.rule,
-                "-" if r.rows is None else str(r.rows),
-                r.kernel,
-                f"{r.memory / 2**20:.2f} MiB",
-            )
-            for r in self.rows
-        ]
+        body = []
+        for r in self.rows:
+            shape, rows = "×".join(map(str, r.shape)) or "1", "-" if r.rows is None else str(r.rows)
+            body.append((r.name, shape, r.rule, rows, r.kernel, f"{r.memory / 2**20:.2f} MiB"))
         widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (head, *body)]
         lines.insert(1, "  ".join("-" * w for w in widths))
@@ -77,14 +70,9 @@ def explain(
     >>> report.supported, report.rows[0].kernel
     (True, 'gemm_square (pairs)')
     """
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(sample_batch, Tensor):
-        args = (sample_batch,)
-    elif isinstance(sample_batch, (tuple, list)):
-        args = tuple(sample_batch)
-    else:
-        kwargs = dict(sample_batch)
+    args: tuple[Any, ...] = (sample_batch,) if isinstance(sample_batch, Tensor) else ()
+    args = tuple(sample_batch) if isinstance(sample_batch, (tuple, list)) else args
+    kwargs = {} if isinstance(sample_batch, (Tensor, tuple, list)) else dict(sample_batch)
     context = one_pass(model, micro_batch_size, batch_dim=batch_dim, batch_size=batch_size, check=False)
     problem = None
     probe: Probe | None = None

@@ -24,12 +24,7 @@ class UnsupportedUse(RuntimeError):  # noqa: N818 - it names what happened
 
 
 def without_samples(names: str, what: str) -> UnsupportedUse:
-    """The refusal of a value that is made of parameters alone and meets no sample: a penalty, or a factor of the loss.
-
-    Args:
-        names: of the parameters.
-        what: happens to the value.
-    """
+    """The refusal of a value that is made of parameters alone and meets no sample: a penalty, a factor of the loss."""
     return UnsupportedUse(
         f"a value made of {names} alone {what}: it belongs to no sample, so that no micro-batch has a share of its "
         "gradient. Add a penalty to the loss of each sample inside the model, and multiply by a factor there (factor * "
@@ -66,12 +61,13 @@ class Groups:
         """The factors that make mean g and mean g² of the sums Σ s_k and Σ c_k s_k² of a backward."""
         return (1.0, float(self.kappa)) if reduction == "mean" else (1 / self.kappa, 1 / self.kappa)
 
-    def axis_of(self, shape: torch.Size, leading: int) -> int | None:
-        """The batch dimension among the first `leading` dimensions of `shape`, or None.
+    def axis_of(self, shape: torch.Size, leading: int | None = None) -> int | None:
+        """The batch dimension among the first `leading` dimensions of `shape`, or among all; or None.
 
         It is the dimension `axis` if its size is B, else the first if its size is a multiple of B (B·T flattened batch
         first), else any of size B. Sizes only suggest; the check establishes it.
         """
+        leading = len(shape) if leading is None else leading
         if leading > self.axis and shape[self.axis] == self.batch:
             return self.axis
         if leading > 0 and shape[0] > 0 and shape[0] % self.batch == 0:

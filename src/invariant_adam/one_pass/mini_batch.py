@@ -45,16 +45,11 @@ class Place(NamedTuple):
 
 
 class MiniBatch:
-    """The mini-batch under way: one object from the opening of a context to its end.
-
-    Args:
-        facts: what is known of the model.
-        reduction: of the loss over samples, "mean" or "sum".
-    """
+    """The mini-batch under way: one object from the opening of a context to its end."""
 
     def __init__(self, facts: ModelFacts, reduction: str) -> None:
         self.facts = facts
-        self.reduction = reduction
+        self.reduction = reduction  # of the loss over samples, "mean" or "sum"
         self.mode = Mode.WAITING
         self.groups = Groups(1, 1, facts.axis)
         self.single = False  # one micro-batch: the square of its gradient is the answer
@@ -177,10 +172,6 @@ class MiniBatch:
 
     # Where the batch is.
 
-    def axis_of(self, t: Tensor) -> Any:
-        """The batch dimension of t by its sizes."""
-        return self.groups.axis_of(t.shape, t.ndim)
-
     def is_batched(self, t: Tensor, names: str, name: str) -> bool:
         """Whether t comes from the batch rather than being a constant."""
         if t.requires_grad:
@@ -189,7 +180,7 @@ class MiniBatch:
         if (names, name) in found.constant:
             return False
         if (names, name) in found.batched or (names, name) in found.axes:
-            return self.axis_of(t) is not None
+            return self.groups.axis_of(t.shape) is not None
         axis = self.groups.axis
         return t.ndim > axis and t.shape[axis] == self.groups.batch
 

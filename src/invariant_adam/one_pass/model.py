@@ -118,10 +118,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], ModelFacts]] 
 
 def facts_of(model: nn.Module, micro: int, axis: int) -> ModelFacts:
     """What is known of a model at the micro-batch size `micro` and the batch dimension `axis`."""
-    facts = _known.setdefault(model, {})
-    if (micro, axis) not in facts:
-        facts[micro, axis] = ModelFacts(micro, axis)
-    return facts[micro, axis]
+    return _known.setdefault(model, {}).setdefault((micro, axis), ModelFacts(micro, axis))
 
 
 def _structure(model: nn.Module) -> tuple[list[Any], list[_BatchNorm]]:

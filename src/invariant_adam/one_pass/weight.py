@@ -102,8 +102,7 @@ class Entry:
     def refuse_hooks(self, *, called: bool) -> None:
         """Refuse hooks of others that could change a gradient and not its square.
 
-        Args:
-            called: whether hooks on the parameter itself are called; what they do is then for `Watched` to see.
+        Hooks on the parameter itself are for `Watched` to see, where they are `called`.
         """
         if self.param._backward_hooks and not called:
             raise UnsupportedUse(

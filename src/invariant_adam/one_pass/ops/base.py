@@ -23,7 +23,6 @@ from ...kernels import sums
 from ...kernels.gemm_square import sum_square
 from .. import into
 from ..groups import Groups, UnsupportedUse, join
-from ..routing import Routed
 from ..weight import Handle, Weight, names_of
 
 if TYPE_CHECKING:
@@ -62,6 +61,9 @@ class Line(NamedTuple):
     extra: int  # bytes alive while the square is formed, besides itself
 
 
+COPIES = "copies per micro-batch"
+
+
 def by_copies(seen: Seen) -> Line:
     """Each micro-batch meets its own copy of the parameter."""
     return Line(seen.per_group(seen.x.shape[seen.axis]), COPIES, seen.groups.kappa * seen.square)
@@ -72,29 +74,27 @@ def by_sums(seen: Seen) -> Line:
     return by_copies(seen)._replace(kernel="sum_square")
 
 
-COPIES = "copies per micro-batch"
+Handler = Callable[..., Any]
 
 
 class Operation(NamedTuple):
     """An operation that one pass knows."""
 
-    rule: Callable[..., Any]
+    rule: Handler
     line: Callable[[Seen], Line]
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(
-    *names: str, line: Callable[[Seen], Line] = by_copies
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operation(*names: str, line: Callable[[Seen], Line] = by_copies) -> Callable[[Handler], Handler]:
     """Register a rule for the torch functions of these names, with the line that `explain` prints.
 
     A rule is called with the mini-batch, the torch function and its arguments. It returns the result, or
     NotImplemented to leave the case to the fallback.
     """
 
-    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def register(rule: Handler) -> Handler:
         OPERATIONS.update(dict.fromkeys(names, Operation(rule, line)))
         return rule
 
@@ -107,9 +107,7 @@ def operation(
 class Use:
     """One use of weights by an operation: what its Function needs besides tensors."""
 
-    def __init__(
-        self, groups: Groups, axis: int, routed: Routed | None, weights: Sequence[Weight], settings: Any = None
-    ) -> None:
+    def __init__(self, groups: Groups, axis: int, routed: Any, weights: Sequence[Weight], settings: Any = None) -> None:
         self.groups = groups
         self.axis, self.routed = axis, routed  # of the batch in the operation's input; or where its rows come from
         self.weights = weights  # in the order in which the Function takes them
@@ -155,8 +153,7 @@ def autocast(x: Tensor) -> Tensor:
 class Squaring(Function):
     """An operation whose backward gives squares. The check trusts no other Function with parameters.
 
-    forward(ctx, x, use, w, tag of w, b, tag of b, ..., *others) puts `use` on ctx. backward(ctx, g) returns by
-    `returned`.
+    forward(ctx, x, use, w, tag of w, b, tag of b, ..., *others) leaves ctx.use; backward(ctx, g) ends in `returned`.
     """
 
 
@@ -181,8 +178,7 @@ def returned(ctx: Any, dx: Tensor | None, *pairs: Gradients) -> tuple[Any, ...]:
     """What backward returns: the gradient of x, and for each weight those of its value and of its tag."""
     grads: list[Any] = [dx, None]
     for (dW, S), w in zip(pairs, ctx.use.weights, strict=True):
-        cast = dW is not None and dW.dtype != w.handle.dtype
-        grads += (dW.to(w.handle.dtype) if cast and dW is not None else dW, S)
+        grads += (dW if dW is None or dW.dtype == w.handle.dtype else dW.to(w.handle.dtype), S)
     return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
 
 
@@ -191,16 +187,10 @@ class Kernel(NamedTuple):
 
     square: Callable[..., tuple[Tensor, Tensor]]  # (*operands, c) -> dW and S
     shares: Callable[..., Tensor]  # (*operands) -> every group's share (groups, *w.shape)
-    into: Callable[..., Any] | None = (
-        None  # (key, *operands, c) -> the ticket's gradient; folds both while it forms them
-    )
+    into: Callable[..., Any] | None = None  # (key, *operands, c) -> the ticket's gradient; folds what it forms
 
 
-def _same(t: Tensor) -> Tensor:
-    return t
-
-
-SUMS = Kernel(sum_square, _same)  # of shares that are already formed
+SUMS = Kernel(sum_square, lambda shares: shares)  # of shares that are already formed
 
 
 def deliver(groups: Groups, weight: Weight | None, kernel: Kernel, operands: Iterable[tuple[Any, ...]]) -> Gradients:

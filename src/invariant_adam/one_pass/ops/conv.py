@@ -118,16 +118,9 @@ def _convolve(
     if padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         before = [v for t in reversed(total) for v in (t // 2, t - t // 2)]
-    geo = Geometry(
-        tuple(weight.shape),
-        _sizes(stride, n),
-        _sizes(0 if isinstance(padding, str) else padding, n),
-        dilation,
-        transposed,
-        _sizes(output_padding, n),
-        groups,
-        n == 2 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous(),
-    )
+    last = n == 2 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    taps = _sizes(stride, n), _sizes(0 if isinstance(padding, str) else padding, n), dilation
+    geo = Geometry(tuple(weight.shape), *taps, transposed, _sizes(output_padding, n), groups, last)
     use = base.use_of(mini, name, x, n + 1, (weight, bias), geo)
     if use is None:
         return NotImplemented

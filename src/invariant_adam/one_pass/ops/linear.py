@@ -90,8 +90,8 @@ class Linear(base.Squaring):
         groups, axis, flip = ctx.use.groups, ctx.use.axis, ctx.use.settings
         dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
-        Gs = groups.split(g, axis, 1)
         pair = pair_b = base.NOTHING
+        Gs = groups.split(g, axis, 1)
         if weight is not None:
             Xs = groups.split(x, axis, 1)
             pair = base.deliver(groups, weight, GEMM, zip(Xs, Gs, strict=True) if flip else zip(Gs, Xs, strict=True))
@@ -100,14 +100,8 @@ class Linear(base.Squaring):
         return base.returned(ctx, dx, pair, pair_b)
 
 
-class RoutedLinear(base.Squaring):
+class RoutedLinear(Linear):
     """`Linear` for rows x (n, i) in any order: `use.routed` says where each comes from."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.use = use
-        return _product(x, w, b, use.settings)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

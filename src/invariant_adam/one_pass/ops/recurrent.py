@@ -6,6 +6,7 @@ micro-batch steps with its own copy of them, and the copies' gradients are squar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,15 +37,12 @@ def _gru(gx: Tensor, gh: Tensor, state: States) -> States:
     return (new + z * (state[0] - new),)
 
 
-def _tanh(gx: Tensor, gh: Tensor, state: States) -> States:
-    return ((gx + gh).tanh(),)
-
-
-def _relu(gx: Tensor, gh: Tensor, state: States) -> States:
-    return ((gx + gh).relu(),)
-
-
-CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
+CELLS: dict[str, Callable[[Tensor, Tensor, States], States]] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": lambda gx, gh, _: ((gx + gh).tanh(),),
+    "rnn_relu": lambda gx, gh, _: ((gx + gh).relu(),),
+}
 
 
 @base.operation("lstm", "gru", "rnn_tanh", "rnn_relu", line=products)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..groups import UnsupportedUse
 from ..routing import sample_groups
@@ -116,7 +116,7 @@ def _in_double(trial: Trial) -> Iterator[Trial]:
 
     In float32 one activation that rounds to the other side of a ReLU moves a gradient by a thousandth.
     """
-    model = trial.model
+    model, inputs = trial.model, trial.inputs
     held: list[tuple[Tensor, Tensor]] = []
     companions = [(entry, entry.companion) for entry in trial.mini.facts.order]
     try:
@@ -131,17 +131,13 @@ def _in_double(trial: Trial) -> Iterator[Trial]:
             for entry, old in companions:
                 zero = torch.zeros((), dtype=torch.float64, device=old.device)
                 entry.companion = zero.expand(old.shape).requires_grad_()
-            yield trial.on(tree_map(_as_double, trial.inputs))
+            yield trial.on(tree_map_only(Tensor, lambda t: t.detach().double() if t.is_floating_point() else t, inputs))
     finally:
         with torch._C.DisableTorchFunctionSubclass():
             for t, data in held:
                 t.data = data
         for entry, old in companions:
             entry.companion = old
-
-
-def _as_double(t: Any) -> Any:
-    return t.detach().double() if isinstance(t, Tensor) and t.is_floating_point() else t
 
 
 def _hold_against_loop(trial: Trial) -> None:
@@ -170,8 +166,8 @@ def _hold_against_loop(trial: Trial) -> None:
     if not any(bool(s.any()) for s in seeds):
         return
     c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()
-    wants: list[Any] = [None] * len(entries)
-    squares: list[Any] = [None] * len(entries)
+    wants: dict[int, Tensor] = {}
+    squares: dict[int, Tensor] = {}
     for k in kept:
         lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
         # A micro-batch's own mean is W/W_k = κ c_k times its share of the mini-batch's, which is what the cotangents
@@ -185,9 +181,8 @@ def _hold_against_loop(trial: Trial) -> None:
         for i, g in enumerate(grads):
             if g is not None:
                 s = share * g.double()
-                wants[i] = s if wants[i] is None else wants[i] + s
-                square = c[k] * s.square()
-                squares[i] = square if squares[i] is None else squares[i] + square
+                wants[i] = wants.get(i, 0) + s
+                squares[i] = squares.get(i, 0) + c[k] * s.square()
     for s, d in zip(seeds, axes, strict=True):
         if d is not None:
             ids = sample_groups(groups, groups.batch, s.device)
@@ -218,20 +213,21 @@ def _rms(t: Tensor) -> float:
     return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
 
 
-def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], squares: list[Any]) -> None:
+def _compare_gradients(
+    entries: list[Entry], got: list[Any], wants: dict[int, Tensor], squares: dict[int, Tensor]
+) -> None:
     """Every parameter's gradient and square, by the root mean square of what differs."""
-    largest = max([_rms(w) for w in wants if w is not None] or [0.0])
+    largest = max(map(_rms, wants.values()), default=0.0)
     wrong = []
     for i, entry in enumerate(entries):
-        want, square = wants[i], squares[i]
-        entry.reached = want is not None
-        if want is None or not want.numel():
+        entry.reached = i in wants
+        if i not in wants or not entry.size:
             continue
         reduced = torch.is_autocast_enabled(entry.param.device.type)
         tolerance = AGREEMENT[2] if reduced else AGREEMENT.get(entry.param.dtype.itemsize, AGREEMENT[2])
         grad, sq = got[i], got[i + len(entries)]
         floor = 1e-3 * largest  # a gradient that is zero but for rounding has no scale of its own
-        for kind, a, b, least in (("gradient", grad, want, floor), ("square", sq, square, floor**2)):
+        for kind, a, b, least in (("gradient", grad, wants[i], floor), ("square", sq, squares[i], floor**2)):
             size = max(_rms(b), least)
             difference = float("inf") if a is None else _rms(a.double() - b)
             if size and not difference <= tolerance * size:

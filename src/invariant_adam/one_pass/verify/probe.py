@@ -64,7 +64,7 @@ class Probe:
             if h is not None or b:
                 values.append(a if h is None else h.value)
             if b:
-                self.rows(names, name, a, None, self.groups.axis_of(a.shape, a.ndim))
+                self.rows(names, name, a, None, self.groups.axis_of(a.shape))
             elif isinstance(a, Tensor) and h is None:
                 self.constant(names, name, a)
         with torch.no_grad():
