@@ -18,12 +18,12 @@ from ..fold import hooks, pair
 from .exchange import Open
 from .groups import UnsupportedUse, divided
 from .into import Sink
-from .mini_batch import MiniBatch, Mode
+from .mini_batch import MiniBatch, Mode, Watched
 from .model import facts_of
 from .ops import batch_norm
 from .tracing import Tuples
 from .verify.check import verify
-from .weight import Entry, OnePassParameter, Watched
+from .weight import Entry, OnePassParameter
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
@@ -93,8 +93,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         self.facts = facts_of(model, micro_batch_size, batch_dim)
         self.mini = MiniBatch(self.facts, reduction)  # another one each time the context opens
         self.armed: list[Entry] = []
-        # Pairs that are complete and not handed over: those of entries, or made elsewhere; and how many elements
-        # they have, and may have.
+        # Pairs that are complete and not handed over; and how many elements they have, and may have.
         self.waiting: list[tuple[Entry, pair.Pair | None]] = []
         self.elements = self.room = 0
 

@@ -122,10 +122,8 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
             f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[i] = p)"
         )
     mini.note(held, name)
-    batched = [
-        isinstance(a, Tensor) and h is None and mini.is_batched(a, names, name)
-        for a, h in zip(leaves, handles, strict=True)
-    ]
+    plain = [isinstance(a, Tensor) and h is None for a, h in zip(leaves, handles, strict=True)]
+    batched = [p and mini.is_batched(a, names, name) for a, p in zip(leaves, plain, strict=True)]
 
     def call(*tensors: Any) -> Any:
         it = iter(tensors)
@@ -135,20 +133,15 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
 
     if not any(batched):
         if mini.probe is not None:
-            for a, handle in zip(leaves, handles, strict=True):
-                if isinstance(a, Tensor) and handle is None:
+            for a, p in zip(leaves, plain, strict=True):
+                if p:
                     mini.probe.constant(names, name, a)
         one_to_one = name in STRUCTURAL and len(held) == sum(isinstance(a, Tensor) for a in leaves)
-        if name == "__getitem__":
-            one_to_one = one_to_one and _is_basic(args[1])
+        if name == "__getitem__":  # an index of another kind may name an element twice
+            each = args[1] if isinstance(args[1], tuple) else (args[1],)
+            one_to_one = one_to_one and all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in each)
         return _lift_result(mini, call, name, held, one_to_one)
     return _per_group(mini, call, name, names, leaves, handles, batched)
-
-
-def _is_basic(index: Any) -> bool:
-    """Whether an index cannot name an element twice."""
-    each = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in each)
 
 
 def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Source = Callable[[nn.Module], Iterable[tuple[str, Tensor]] | None]
 
 _sources: list[Source] = []
-_trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Open:
@@ -52,12 +52,7 @@ def source_of(model: nn.Module) -> Iterable[tuple[str, Tensor]] | None:
 
 def trust(module: nn.Module) -> None:
     """Let a `DistributedDataParallel` pass that no longer reduces gradients."""
-    _trusted.add(module)
-
-
-def is_trusted(module: nn.Module) -> bool:
-    """Whether `trust` was called for this module."""
-    return module in _trusted
+    trusted.add(module)
 
 
 def has_square(p: Tensor) -> bool:

@@ -70,9 +70,8 @@ def explain(
     >>> report.supported, report.rows[0].kernel
     (True, 'gemm_square (pairs)')
     """
-    args: tuple[Any, ...] = (sample_batch,) if isinstance(sample_batch, Tensor) else ()
-    args = tuple(sample_batch) if isinstance(sample_batch, (tuple, list)) else args
-    kwargs = {} if isinstance(sample_batch, (Tensor, tuple, list)) else dict(sample_batch)
+    batch = (sample_batch,) if isinstance(sample_batch, Tensor) else sample_batch
+    args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), dict(batch))
     context = one_pass(model, micro_batch_size, batch_dim=batch_dim, batch_size=batch_size, check=False)
     problem = None
     probe: Probe | None = None

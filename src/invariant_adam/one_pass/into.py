@@ -96,9 +96,7 @@ def sink() -> Sink:
 
 def give(key: int, dW: Tensor, S: Tensor) -> Any:
     """Hand over the pair of the parameter `key`; what is returned is the gradient of the ticket."""
-    if torch.compiler.is_compiling():
-        return _into_pair(dW, S, key)
-    return _give(key, dW, S, borrowed=False)
+    return _into_pair(dW, S, key) if torch.compiler.is_compiling() else _give(key, dW, S, borrowed=False)
 
 
 def _give(key: int, dW: Tensor, S: Tensor, borrowed: bool) -> None:

@@ -5,7 +5,9 @@ How it is divided, where the batch is in a tensor, and which values have a handl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from .groups import Groups, UnsupportedUse, without_samples
 from .ops.base import copies
 from .routing import Routed, routed
-from .weight import Entry, Handle, Held, Lifted, OnePassParameter, Weight, apart, names_of
+from .weight import Entry, Handle, Held, Lifted, OnePassParameter, Weight, apart, names_of, same
 
 if TYPE_CHECKING:
     from .into import Sink
@@ -80,11 +82,6 @@ class MiniBatch:
     def is_known(self) -> bool:
         """Whether a forward, or batch_size=, has shown the mini-batch."""
         return self.mode is not Mode.WAITING
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every operation runs as it is."""
-        return self.mode is Mode.PLAIN
 
     def ready(self, name: str) -> None:
         """Refuse to go on where the batch is not known."""
@@ -155,8 +152,6 @@ class MiniBatch:
             if into and ticket is not None and not _waits(h.value):
                 return Weight(h.value, self.facts.tickets[h.value.device][ticket], h, True)
         return Weight(h.value, h.tag, h)
-
-    # For the check and for messages.
 
     def count(self, h: Handle | None) -> None:
         """Count a use that delivers squares, while probing."""
@@ -241,3 +236,36 @@ class MiniBatch:
 def _waits(p: Tensor) -> bool:
     """Whether the pair of a parameter is to be returned like a gradient, though a sink is open: see `SMALL`."""
     return torch.compiler.is_compiling() and p.ndim < 2 and p.numel() < SMALL
+
+
+class Watched:
+    """The hooks on a parameter (register_hook), until `remove`: they may look at its gradient, and not change it."""
+
+    def __init__(self, mini: MiniBatch, entry: Entry) -> None:
+        self.mini, self.name = mini, entry.name
+        self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = entry.param._backward_hooks  # type: ignore[assignment]
+        self.plain = dict(self.hooks)
+        for key, hook in self.plain.items():
+            self.hooks[key] = partial(self._call, hook)
+
+    def remove(self) -> None:
+        """Leave the hooks as they were, but for those that are gone."""
+        self.hooks.update({key: hook for key, hook in self.plain.items() if key in self.hooks})
+
+    def _call(self, hook: Callable[[Tensor], Tensor | None], grad: Tensor) -> Tensor | None:
+        version = grad._version
+        out = hook(grad)
+        if self.mini.mode is Mode.PLAIN:
+            return out  # the square is made of what the hook has left
+        changed = grad._version != version
+        if out is not None and out is not grad and not changed:
+            # A capture cannot compare the two, and its replays would not compare at all.
+            capturing = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+            changed = capturing or not bool(same(out, grad).all())
+        if changed:
+            raise UnsupportedUse(
+                f"{self.name} has a hook (register_hook) that changed its gradient (in a capture: that returned "
+                "another tensor), and could not change the squares of its micro-batches; remove it, let it return None "
+                "if it only looks, or loop over micro-batches. Drop an update that has begun with opt.abandon()"
+            )
+        return out

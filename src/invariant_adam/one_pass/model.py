@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..fold import pair
 from ..kernels.gemm_square import wide
-from .exchange import is_trusted, source_of
+from .exchange import source_of, trusted
 from .groups import UnsupportedUse
 from .weight import Entry, Handle
 
@@ -145,7 +145,7 @@ def _structure(model: nn.Module) -> tuple[list[Any], list[_BatchNorm]]:
 
 def _refuse_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel) and not is_trusted(module):
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module not in trusted:
             raise UnsupportedUse(
                 "the model is wrapped in DistributedDataParallel, which reduces gradients but not their squares; "
                 "call invariant_adam.distributed.prepare(model, opt) first"

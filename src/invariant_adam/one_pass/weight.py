@@ -1,5 +1,3 @@
-# torch leaves hooks untyped:
-# mypy: disable-error-code="no-untyped-call,no-any-return"
 """What is known of a parameter, and of a value computed from parameters alone.
 
 Entry              a trainable parameter, with the leaf at which its square arrives
@@ -14,9 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +22,6 @@ from ..fold.pair import Taker
 from ..kernels.gemm_square import wide
 from .exchange import Open
 from .groups import UnsupportedUse
-
-if TYPE_CHECKING:
-    from .mini_batch import MiniBatch
 
 _keys = count()
 
@@ -140,39 +134,6 @@ class Entry:
             self.watcher(self)
 
 
-class Watched:
-    """The hooks on a parameter (register_hook), until `remove`: they may look at its gradient, and not change it."""
-
-    def __init__(self, mini: MiniBatch, entry: Entry) -> None:
-        self.mini, self.name = mini, entry.name
-        self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = entry.param._backward_hooks  # type: ignore[assignment]
-        self.plain = dict(self.hooks)
-        for key, hook in self.plain.items():
-            self.hooks[key] = partial(self._call, hook)
-
-    def remove(self) -> None:
-        """Leave the hooks as they were, but for those that are gone."""
-        self.hooks.update({key: hook for key, hook in self.plain.items() if key in self.hooks})
-
-    def _call(self, hook: Callable[[Tensor], Tensor | None], grad: Tensor) -> Tensor | None:
-        version = grad._version
-        out = hook(grad)
-        if self.mini.is_plain:
-            return out  # the square is made of what the hook has left
-        changed = grad._version != version
-        if out is not None and out is not grad and not changed:
-            # A capture cannot compare the two, and its replays would not compare at all.
-            capturing = grad.is_cuda and torch.cuda.is_current_stream_capturing()
-            changed = capturing or not bool(same(out, grad).all())
-        if changed:
-            raise UnsupportedUse(
-                f"{self.name} has a hook (register_hook) that changed its gradient (in a capture: that returned "
-                "another tensor), and could not change the squares of its micro-batches; remove it, let it return None "
-                "if it only looks, or loop over micro-batches. Drop an update that has begun with opt.abandon()"
-            )
-        return out
-
-
 def same(x: Tensor, y: Tensor) -> Tensor:
     """Where two tensors are equal; a not-a-number equals another."""
     return (x == y) | (x.isnan() & y.isnan())
@@ -261,7 +222,7 @@ class OnePassParameter(Followed, nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Refuse those of others, as on entry."""
         self.one_pass_entry.refuse_after(hook)
-        return super().register_post_accumulate_grad_hook(hook)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class Lifted(Followed, torch.Tensor):

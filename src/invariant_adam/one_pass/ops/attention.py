@@ -95,9 +95,7 @@ def multi_head_attention(
     separate = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
     q, k, v = _project(mini, query, key, value, in_proj_weight, in_proj_bias, separate)
     # (T, B, E) -> (B, H, T, E/H)
-    q, k, v = (
-        t.reshape(n, rows, num_heads, width).permute(1, 2, 0, 3) for t, n in ((q, length), (k, source), (v, source))
-    )
+    q, k, v = (t.reshape(len(t), rows, num_heads, width).permute(1, 2, 0, 3) for t in (q, k, v))
     mask = _additive(attn_mask, q.dtype)
     if mask is not None and mask.ndim == 3:
         mask = mask.view(rows, num_heads, length, source)

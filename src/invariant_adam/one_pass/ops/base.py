@@ -28,8 +28,6 @@ from ..weight import Handle, Weight, names_of
 if TYPE_CHECKING:
     from ..mini_batch import MiniBatch
 
-# The registry.
-
 
 class Seen(NamedTuple):
     """One use of a parameter, as `explain` has seen it."""

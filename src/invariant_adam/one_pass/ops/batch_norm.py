@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...kernels import batch_norm as kernels
 from ..groups import UnsupportedUse, join
-from ..mini_batch import MiniBatch
+from ..mini_batch import MiniBatch, Mode
 from ..weight import Weight
 from . import base
 from .norms import Affine, channel_use
@@ -49,10 +49,9 @@ class GhostNorm(base.Squaring):
         if ctx.needs_input_grad[0]:
             base.refuse_penalty("batch norm", ctx.use)
         shares = any(t is not None and t.handle.grouped for t in (weight, bias))
-        made = [
-            kernels.backward(gs, xs, mu, r, w, groups.coefficients(s), shares)
-            for s, gs, xs, mu, r in zip(groups.stretches, *pieces, strict=True)
-        ]
+        cs = [groups.coefficients(s) for s in groups.stretches]
+        each_stretch = zip(*pieces, cs, strict=True)
+        made = [kernels.backward(gs, xs, mu, r, w, c, shares) for gs, xs, mu, r, c in each_stretch]
         dx, each, pairs = zip(*made, strict=True)
         grads = base.deliver_both(weight, bias, each, pairs)
         return base.returned(ctx, join(dx) if ctx.needs_input_grad[0] else None, *grads)
@@ -203,7 +202,7 @@ def _ghost_forward(module: _BatchNorm, mini: MiniBatch) -> Callable[[Tensor], An
     plain = module.forward
 
     def forward(x: Tensor) -> Any:
-        if not mini.is_known or mini.is_plain or not torch.is_grad_enabled() or not ghosts(module):
+        if mini.mode in (Mode.WAITING, Mode.PLAIN) or not torch.is_grad_enabled() or not ghosts(module):
             return plain(x)
         momentum, tracked = module.momentum, module.num_batches_tracked
         if tracked is not None:

@@ -44,9 +44,8 @@ def _into_convolution(G: Tensor, X: Tensor, c: Tensor | None, geometry: list[int
     n, left = len(geometry) // 5 - 1, iter(geometry)  # n + 2 sizes of the weight, n of four others, and three numbers
     weight, stride, padding, dilation, output_padding = (tuple(islice(left, k)) for k in (n + 2, n, n, n, n))
     groups, transposed, last = left
-    _fold(
-        key, G, X, Geometry(weight, stride, padding, dilation, bool(transposed), output_padding, groups, bool(last)), c
-    )
+    geo = Geometry(weight, stride, padding, dilation, bool(transposed), output_padding, groups, bool(last))
+    _fold(key, G, X, geo, c)
     return ticket(G)
 
 

@@ -35,9 +35,8 @@ class Embedding(base.Squaring):
         if padding is not None:
             g = g.masked_fill((ids == padding)[..., None], 0)
         rows = zip(groups.split(ids, axis, 0), groups.split(g, axis, 1), strict=True)
-        return base.returned(
-            ctx, None, base.deliver(groups, base.wanted(ctx, 0), EMBEDDING, [(i, G, ctx.rows) for i, G in rows])
-        )
+        operands = [(i, G, ctx.rows) for i, G in rows]
+        return base.returned(ctx, None, base.deliver(groups, base.wanted(ctx, 0), EMBEDDING, operands))
 
 
 def _line(seen: base.Seen) -> base.Line:

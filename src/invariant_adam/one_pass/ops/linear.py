@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,10 +48,10 @@ def _into(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
 GEMM = base.Kernel(kernels.gemm_square, kernels.gemm_groups, _into)
 
 
-def _by_group(kappa: int, ids: Tensor, *rows: Tensor) -> list[tuple[Tensor, ...]]:
+def _by_group(kappa: int, ids: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The rows of each group, of tensors whose rows are in any order: `ids` (n,) names the group of each."""
     order, sizes = torch.argsort(ids, stable=True), torch.bincount(ids, minlength=kappa).tolist()
-    return list(zip(*(t[order].split(sizes) for t in rows), strict=True))
+    return zip(*(t[order].split(sizes) for t in rows), strict=True)
 
 
 def routed_square(kappa: int, ids: Tensor, left: Tensor, right: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:

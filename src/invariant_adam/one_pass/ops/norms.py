@@ -164,6 +164,5 @@ def instance_norm(
     use = channel_use(mini, "instance_norm", input, weight, bias)
     if use is None:
         return NotImplemented
-    return base.call(
-        Affine, F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps), use
-    )
+    x = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
+    return base.call(Affine, x, use)

@@ -98,12 +98,9 @@ def _run(
     groups = mini.groups
     step = CELLS[name]
     gates = linear_with(mini, name, x, ws[0], ws[2] if len(ws) == 4 else None, axis=axis)
-    handles = [mini.handle_of(w) for w in (ws[1], *ws[3:])]
-    mini.note(handles, name)
-    copies: list[Any] = [
-        w.expand(groups.kappa, *w.shape) if h is None else mini.grouped(h)
-        for w, h in zip((ws[1], *ws[3:]), handles, strict=True)
-    ]
+    own = [(w, mini.handle_of(w)) for w in (ws[1], *ws[3:])]
+    mini.note([h for _, h in own], name)
+    copies = [w.expand(groups.kappa, *w.shape) if h is None else mini.grouped(h) for w, h in own]
     begin = [groups.stack(s, 0) for s in start]
     outs, ends = [], []
     for i, (stretch, gx) in enumerate(zip(groups.stretches, groups.stack(gates, axis), strict=True)):

@@ -28,11 +28,9 @@ AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
 def check_gradients(trial: Trial) -> None:
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
-    Where another size is the batch's, a few do not tell whether one was taken for the other: then also against a loop
-    over all of them, in the model's own precision: float64 takes several times the memory of an update, and is for
-    what disagrees.
-
-    A model that draws random numbers is held against it in eval mode: the loop would draw others.
+    Where another size is the batch's, a few do not tell whether one was taken for the other. Then it is also held
+    against a loop over all, in the model's own precision: float64 takes several times the memory of an update, and is
+    for what disagrees. A model that draws random numbers is held in eval mode, since the loop would draw others.
     """
     few = few_of(trial)
     if few < trial.mini.groups.kappa:
@@ -205,8 +203,7 @@ def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tenso
             edges = [get_gradient_edge(t) for t in leaves]
         return list(torch.autograd.grad(differentiable(outputs), edges, seeds, allow_unused=True))
 
-    result: list[Tensor | None] = trial.run(differentiate)[1]
-    return result
+    return list(trial.run(differentiate)[1])
 
 
 def _rms(t: Tensor) -> float:

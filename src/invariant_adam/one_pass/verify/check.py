@@ -238,10 +238,9 @@ def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: 
     for a, b in zip(outputs, changed, strict=False):
         if not isinstance(a, Tensor) or not a.requires_grad or a.shape != b.shape:
             continue
-        axes = [d for d, n in enumerate(a.shape) if n == groups.batch]
-        if axes and not any(
-            close(_outside(Record(a, None, d), groups, k), _outside(Record(b, None, d), groups, k), slack) for d in axes
-        ):
+        records = [(Record(a, None, d), Record(b, None, d)) for d, n in enumerate(a.shape) if n == groups.batch]
+        others = ([_outside(r, groups, k) for r in both] for both in records)
+        if records and not any(close(x, y, slack) for x, y in others):
             raise UnsupportedUse(
                 "the model's output for one sample depends on samples of other micro-batches, so its loss is not a "
                 "mean over micro-batches (batch statistics? in-batch negatives?); loop over micro-batches"
@@ -342,8 +341,7 @@ def _check_mean(trial: Trial, outputs: list[Any]) -> None:
         return
 
     def alone_at(k: int) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = trial.cut(k).run(lambda outs: {i: outs[i] for i in losses})[1]
-        return found
+        return dict(trial.cut(k).run(lambda outs: {i: outs[i] for i in losses})[1])
 
     with torch.no_grad(), trial.plainly():
         alone = [alone_at(k) for k in range(groups.kappa)]

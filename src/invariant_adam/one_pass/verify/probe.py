@@ -115,8 +115,7 @@ class Trial(NamedTuple):
 
     def outputs(self) -> list[Any]:
         """The outputs of a run, without the graph behind them."""
-        found: list[Any] = self.run(freed)[1]
-        return found
+        return list(self.run(freed)[1])
 
     def cut(self, k: int, count: int = 1) -> Trial:
         """The trial of micro-batch k of the inputs, or of `count` from there on."""
