@@ -279,10 +279,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if any(module.training is not mode for module, mode in self.modes):
             self._patch()
         self.forwards += 1
-        division = mini.groups, mini.single, mini.mode
+        before = mini.groups, mini.mode
         self._divide(self.batch_size or _batch_size(args, kwargs, facts.axis), Mode.GROUPED)
-        if self.forwards > 1 and (mini.single or (mini.groups, mini.single) != division[:2]):
-            mini.groups, mini.single, mini.mode = division
+        if self.forwards > 1 and (mini.single or mini.groups is not before[0]):
+            mini.divide(*before)
             raise UnsupportedUse(
                 "the model was called twice before a backward, on mini-batches of other sizes or of one micro-batch; "
                 "call it once per backward, evaluate under torch.no_grad(), or open one_pass for each mini-batch"

@@ -55,6 +55,8 @@ class MiniBatch:
         self.mode = Mode.WAITING
         self.groups = Groups(1, 1, facts.axis)
         self.single = False  # one micro-batch: the square of its gradient is the answer
+        self.kappa = 0.0  # micro-batches in the mini-batch; a ragged one counts n/M
+        self.scale = (1.0, 1.0)  # the factors that make means of the sums that a backward leaves
         self.sink: Sink | None = None  # takes pairs as they are made
         self.probe: Probe | None = None  # records what the rules see, in a run of a check
         # Of each batch norm, by its running mean: the statistics of its uses so far.
@@ -67,16 +69,8 @@ class MiniBatch:
             self.groups = groups
         self.single = groups.kappa == 1
         self.mode = Mode.PLAIN if self.single else mode
-
-    @property
-    def kappa(self) -> float:
-        """Micro-batches in the mini-batch; a ragged one counts n/M."""
-        return self.groups.batch / self.facts.micro
-
-    @property
-    def scale(self) -> tuple[float, float]:
-        """The factors that make means of the sums that a backward leaves."""
-        return (1.0, 1.0) if self.single else self.groups.scale(self.reduction)
+        self.kappa = groups.batch / self.facts.micro
+        self.scale = (1.0, 1.0) if self.single else groups.scale(self.reduction)
 
     @property
     def is_known(self) -> bool:
@@ -179,9 +173,7 @@ class MiniBatch:
         axis = self.groups.axis
         return t.ndim > axis and t.shape[axis] == self.groups.batch
 
-    def place(
-        self, x: Tensor, event: int, name: str, held: tuple[Handle | None, ...], any_order: bool = False
-    ) -> Place | None:
+    def place(self, x: Tensor, event: int, name: str, held: Held, any_order: bool = False) -> Place | None:
         """Where the batch is in x, whose last `event` dimensions make one row; None for a constant.
 
         The operation `name` uses the parameters behind `held` on x, perhaps with rows in `any_order`.

@@ -121,14 +121,19 @@ def use_of(
     None leaves it to the fallback: x itself is made of parameters alone, or is a constant, or a weight comes from the
     batch. A rule that knows the batch dimension of x gives `axis`. Its Function may serve rows in `any_order`.
     """
-    if mini.holds(x) or any(varies(mini, w) for w in weights):
+    if mini.holds(x):
         return None
-    held = tuple([mini.handle_of(w) for w in weights])
+    held = []  # no comprehensions: this is done for every operation, and each would be a call more
+    for w in weights:
+        held.append(mini.handle_of(w))
+        if held[-1] is None and isinstance(w, Tensor) and w.requires_grad:
+            return None
     place = mini.place(x, event, name, held, any_order) if axis is None else mini.place_at(x, axis, name, held)
     if place is None:
         return None
-    hands = place.routed is None  # a Function for rows in any order returns its pairs
-    found = [mini.weight_of(h, w, i if hands else None) for i, (w, h) in enumerate(zip(weights, held, strict=True))]
+    found = []
+    for i, w in enumerate(weights):  # a Function for rows in any order returns its pairs
+        found.append(mini.weight_of(held[i], w, i if place.routed is None else None))
     return Use(mini.groups, place.axis, place.routed, found, settings)
 
 
@@ -157,7 +162,9 @@ class Squaring(Function):
 
 def call(function: type[Squaring], x: Any, use: Use, *others: Any) -> Any:
     """`function.apply(x, use, w, tag, ..., *others)` without what it does for functorch, where that is not at work."""
-    flat = [t for w in use.weights for t in (w.value, w.tag)]
+    flat: list[Any] = []
+    for w in use.weights:
+        flat += (w.value, w.tag)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(x, use, *flat, *others)
     return super(Function, function).apply(torch._C._functorch.unwrap_if_dead(x), use, *flat, *others)  # type: ignore[misc]
