@@ -65,7 +65,7 @@ class Entry:
         def fired(_: Tensor) -> None:
             entry = me()
             if entry is not None:
-                entry._fire()
+                entry.fire()
 
         self.companion.register_post_accumulate_grad_hook(fired)
 
@@ -122,7 +122,8 @@ class Entry:
         """Whether neither a gradient nor a square has arrived."""
         return self.param.grad is None and self.companion.grad is None
 
-    def _fire(self) -> None:
+    def fire(self) -> None:
+        """Note that a backward has reached the companion."""
         if Open.mini_batch is None:
             raise RuntimeError(
                 f"{self.name}: a backward of one_pass ran after its context was closed, where the gradient of a whole "
