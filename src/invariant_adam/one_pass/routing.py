@@ -64,12 +64,13 @@ def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
         return next((found for found in walks if found is not None), None)
     else:
         return None
-    source = _walk(node.next_functions[0][0], groups, depth + 1)
-    if source is None or len(source.ids) != sizes[0]:
-        if sizes[0] == 0 or sizes[0] % groups.batch:
-            return None
-        places = torch.arange(sizes[0], device=index.device)
-        source = Routed(places, sizes[0], sample_groups(groups, sizes[0], index.device))
     if index.dtype in (torch.bool, torch.uint8):
         index = index.nonzero()[:, 0]
-    return Routed(source.places[index], source.total, source.ids[index]) if index.ndim == 1 else None
+    source = _walk(node.next_functions[0][0], groups, depth + 1)
+    if source is not None and len(source.places) != sizes[0]:
+        source = None
+    total = sizes[0] if source is None else source.total
+    if index.ndim != 1 or total == 0 or total % groups.batch:
+        return None
+    places = index % total if source is None else source.places[index]
+    return Routed(places, total, places // (groups.micro * (total // groups.batch)))
