@@ -1,40 +1,35 @@
 """`one_pass`: open a model for one backward over a mini-batch, and leave its pairs.
 
-On entry every trainable parameter's class is swapped for one whose operations come through
-`dispatch`; on leaving it is swapped back, and (mean g, mean g²) is handed over by `pair.put`.
+On entry every trainable parameter's class is swapped for one whose operations come through `dispatch`. On leaving it is
+swapped back, and (mean g, mean g²) is handed over by `pair.put`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ..fold import hooks, pair
-from . import batch_norm
-from .check import verify
-from .dispatch import OnePassParameter
-from .engine import Engine
-from .groups import Groups, UnsupportedUse
-from .handles import Entry, State, Watched
+from .exchange import Open
+from .groups import UnsupportedUse, divided
 from .into import Sink
+from .mini_batch import MiniBatch, Mode, Watched
+from .model import facts_of
+from .ops import batch_norm
 from .tracing import Tuples
+from .verify.check import verify
+from .weight import Entry, OnePassParameter
 
 if TYPE_CHECKING:
     from ..optimizer import InvariantAdam
 
 
 _GRAPH = 16  # times as many elements may wait where a compiled graph has made them at once
-
-# Model -> (M, batch_dim) -> what is known. The engine holds the model weakly.
-_engines: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], Engine]] = weakref.WeakKeyDictionary()
 
 
 class one_pass:  # noqa: N801 - a context manager, used like a function
@@ -92,22 +87,18 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise ValueError(f"batch_dim must be >= 0, got {batch_dim}")
         if weights is not None and reduction == "sum":
             raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
-        self.model, self.micro, self.reduction = model, micro_batch_size, reduction
+        self.model, self.reduction = model, reduction
         self.batch_size, self.weights, self.ragged, self.check = batch_size, weights, ragged, check
         self.into = into
-        engines = _engines.setdefault(model, {})
-        key = (micro_batch_size, batch_dim)
-        if key not in engines:
-            engines[key] = Engine(model, micro_batch_size, batch_dim)
-        self.engine = engines[key]
+        self.facts = facts_of(model, micro_batch_size, batch_dim)
+        self.mini = MiniBatch(self.facts, reduction)  # another one each time the context opens
         self.armed: list[Entry] = []
-        # Pairs that are complete and not handed over: those of entries, or made elsewhere; and how many elements
-        # they have, and may have.
+        # Pairs that are complete and not handed over; and how many elements they have, and may have.
         self.waiting: list[tuple[Entry, pair.Pair | None]] = []
         self.elements = self.room = 0
 
     def __enter__(self) -> one_pass:
-        if not State.lock.acquire(blocking=False):
+        if not Open.lock.acquire(blocking=False):
             raise RuntimeError(
                 "one_pass is already open, in this thread or in another; close it before opening another, and train "
                 "models that are to run at the same time in processes of their own"
@@ -115,16 +106,18 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         try:
             self._arm()
         except BaseException:
-            State.lock.release()
+            Open.lock.release()
             raise
-        State.engine = self.engine
+        Open.mini_batch = self.mini
         return self
 
     def _arm(self) -> None:
-        entries = self.engine.refresh(self.model)
+        self.mini = MiniBatch(self.facts, self.reduction)
+        entries = self.facts.refresh(self.model)
         if self.into is not None:
             _bind(self.into)
         self.undo: list[Any] = []
+        self.patched: list[nn.Module] = []  # batch norms with another forward
         for entry in entries:
             if entry.param.grad is not None and pair.peek(entry.param) is None:
                 raise RuntimeError(
@@ -140,24 +133,21 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self._open(entries)
         except BaseException:
             self._restore()
-            Sink.open = None
+            self.mini.sink = None
             for entry in self.armed:
                 entry.param.grad, entry.before = entry.before, None
             self.armed = []
             raise
 
     def _open(self, entries: list[Entry]) -> None:
-        engine = self.engine
-        if engine.subscriptions != pair.subscriptions:
-            for entry in entries:
-                entry.taker = pair.taker_of(entry.param)
-            engine.subscriptions = pair.subscriptions
+        mini, tickets = self.mini, self.facts.tickets
+        self.facts.find_takers()
         self.waiting, self.elements = [], 0
         self.room = min((getattr(taker, "room", 0) for taker in {entry.taker for entry in entries}), default=0)
         for entry in entries:
             p = entry.param
             if p._backward_hooks:
-                self.undo.append(Watched(engine, entry))
+                self.undo.append(Watched(mini, entry))
             self.armed.append(entry)
             entry.before = p.grad
             p.grad = None
@@ -169,55 +159,49 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             p.__class__ = OnePassParameter
             pair.arm(p)
             entry.watcher = None if entry.taker is None else self._arrived
-        self.undo.append(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self.undo.append(self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
         self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
         self.undo.append(Tuples())
         self._patch()
-        engine.known = engine.single = engine.into = False
-        engine.outside = True
-        engine.reduction = self.reduction
         if self.into is not None:
-            Sink.open = Sink(self.into, entries, self.wait)
-            for device in {entry.companion.device for entry in entries} - engine.tickets.keys():
-                engine.tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
-            tickets = chain.from_iterable(engine.tickets.values())
-            Sink.open.edges = [get_gradient_edge(ticket) for ticket in tickets]
+            for device in {entry.companion.device for entry in entries} - tickets.keys():
+                tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
+            mini.sink = Sink(self.into, mini, entries, self.wait)
         self.forwards = 0
         if self.batch_size is not None:
-            self._divide(self.batch_size)
+            self._divide(self.batch_size, Mode.OUTSIDE)
 
     def _patch(self) -> None:
         """Give batch norms their ghost forward, as their modes are now."""
-        for patch in [undo for undo in self.undo if isinstance(undo, batch_norm.Patch)]:
-            patch.remove()
-            self.undo.remove(patch)
-        self.modes = [(module, module.training) for module in self.engine.norms]
-        self.undo.extend(batch_norm.patches(self.model, self.engine))
+        self._unpatch()
+        self.modes = [(module, module.training) for module in self.facts.norms]
+        for module in batch_norm.patch(self.model, self.mini):
+            self.patched.append(module)  # one by one: the next may be refused
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        State.engine = None
+    def _unpatch(self) -> None:
+        while self.patched:
+            del self.patched.pop().forward
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        Open.mini_batch = None
         try:
-            self.engine.normed, self.engine.norms = {}, []
+            self.mini.normed, self.facts.norms = {}, []
             self._restore()
             if kind is None:
                 self._harvest()
         finally:
-            Sink.open, self.engine.into = None, False
-            for ticket in chain.from_iterable(self.engine.tickets.values()):
+            self.mini.sink = None  # which knows us: no cycle is left for Python to look for
+            for ticket in chain.from_iterable(self.facts.tickets.values()):
                 ticket.grad = None
             for entry in self.armed:
                 if not entry.done:
                     entry.param.grad, entry.companion.grad = entry.before, None
                 entry.shared = entry.before = None
             self.armed, self.waiting = [], []
-            State.lock.release()
+            Open.lock.release()
 
     def _restore(self) -> None:
+        self._unpatch()
         for handle in self.undo:
             handle.remove()
         for entry in self.armed:
@@ -228,7 +212,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
 
     def _arrived(self, entry: Entry) -> None:
         """Have the pair handed over when both halves have arrived, so that the optimizer frees it in backward."""
-        if entry.companion.grad is None and not self.engine.single:
+        if entry.companion.grad is None and not self.mini.single:
             return
         with torch._C.DisableTorchFunctionSubclass():
             if entry.param.grad is None:
@@ -241,16 +225,14 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def wait(self, entry: Entry, made: pair.Pair | None = None) -> None:
         """Hand a pair over together with others, at the end of the backward at the latest.
 
-        Args:
-            entry: its parameter.
-            made: the pair, where it is not what has come to the leaves.
+        The pair of the parameter is what has come to its leaves, or `made`.
         """
         if not self.waiting:
             hooks.when_finished(self._hand_over)
         self.waiting.append((entry, made))
         self.elements += entry.size
         # What a compiled graph returns, and does not count, is in memory as a whole: more of it may wait.
-        graph = not entry.arrived and not self.engine.single
+        graph = not entry.arrived and not self.mini.single
         if self.elements > self.room * (_GRAPH if graph else 1):
             self._hand_over()
 
@@ -258,10 +240,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         """Give the pairs that wait to their takers."""
         waiting, self.waiting, self.elements = self.waiting, [], 0
         lists: dict[pair.Taker | None, tuple[list[Tensor], list[pair.Pair]]] = defaultdict(lambda: ([], []))
-        factors = self._factors()
         with torch._C.DisableTorchFunctionSubclass():
             for entry, made in waiting:
-                found = made or self._take(entry, *factors)
+                found = made or self._take(entry)
                 params, pairs = lists[entry.taker]
                 params.append(entry.param)
                 pairs.append(pair.joined(entry.param, found) if pair.is_there(entry.param) else found)
@@ -274,16 +255,17 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         return self  # a model copied inside the context takes the hooks along; they know their own model
 
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
-        if module is self.model:
-            self.engine.outside = True
+        if module is self.model and self.mini.mode is Mode.GROUPED:
+            self.mini.mode = Mode.OUTSIDE
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """See the mini-batch before the model does."""
-        engine = self.engine
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """See the mini-batch before the model does; a hook of the model's."""
+        mini, facts = self.mini, self.facts
         if module is not self.model:
             return
-        engine.outside = False
-        if not torch.is_grad_enabled() or engine.probe is not None or torch.compiler.is_compiling():
+        if mini.mode is Mode.OUTSIDE:
+            mini.mode = Mode.GROUPED
+        if not torch.is_grad_enabled() or mini.probe is not None or torch.compiler.is_compiling():
             return
         with torch._C.DisableTorchFunctionSubclass():  # each p.grad would ask the dispatcher
             again = any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed)
@@ -297,78 +279,42 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if any(module.training is not mode for module, mode in self.modes):
             self._patch()
         self.forwards += 1
-        division = engine.groups, engine.single
-        self._divide(self.batch_size or _batch_size(args, kwargs, engine.axis))
-        if self.forwards > 1 and (engine.single or (engine.groups, engine.single) != division):
-            engine.groups, engine.single = division
+        before = mini.groups, mini.mode
+        self._divide(self.batch_size or _batch_size(args, kwargs, facts.axis), Mode.GROUPED)
+        if self.forwards > 1 and (mini.single or mini.groups is not before[0]):
+            mini.divide(*before)
             raise UnsupportedUse(
                 "the model was called twice before a backward, on mini-batches of other sizes or of one micro-batch; "
                 "call it once per backward, evaluate under torch.no_grad(), or open one_pass for each mini-batch"
             )
         for entry in self.armed:
             entry.shared = None
-        if engine.single:
+        if mini.single:
             return
-        engine.into = False
-        if self.check and engine.sharded:
-            if not engine.compilable:
+        if self.check and facts.sharded:
+            if not facts.findings.passed:
                 raise UnsupportedUse(
                     "the check runs the model many times, which ranks of FSDP2 could only do in step; have it made "
                     "before fully_shard, by one backward in one_pass on the plain model, or pass check=False"
                 )
         elif self.check:
-            verify(engine, module, args, kwargs, additive=self.weights is None)
-            engine.outside = False  # the check has run forwards of its own
+            verify(mini, module, args, kwargs, additive=self.weights is None)
         if self.check:
             for entry in self.armed:
                 entry.shared = None
                 if entry.tied:
-                    engine.share(entry)
+                    mini.share(entry)
         if self.forwards == 1:
-            engine.normed = {}
-        engine.into = self.into is not None
+            mini.normed = {}
 
-    def _divide(self, batch: int) -> None:
-        engine = self.engine
-        micro = min(self.micro, batch)
-        n = batch % micro
-        if n and self.ragged == "refuse":
-            raise ValueError(
-                f"micro_batch_size={self.micro} does not divide the mini-batch of {batch} "
-                f"samples; drop the last "
-                f'{n}, or pass ragged="weight" to count them as {n}/{self.micro} of a micro-batch'
-            )
-        if (n or batch < self.micro) and self.reduction == "sum":
-            raise ValueError(
-                f"a ragged micro-batch ({batch} samples, micro_batch_size={self.micro}) has no "
-                f"sum comparable with "
-                'the others\'; use reduction="mean"'
-            )
-        c = None
-        kappa = -(-batch // micro)
-        if self.weights is not None or n:
-            device = self.armed[0].param.device if self.armed else None
-            if self.weights is None:
-                w = torch.ones(batch, dtype=torch.float64, device=device)
-            else:
-                if self.weights.shape[0] != batch:
-                    raise ValueError(f"weights has {self.weights.shape[0]} rows for a mini-batch of {batch} samples")
-                w = self.weights.detach().to(device, torch.float64).reshape(batch, -1).sum(1)
-            ids = torch.arange(batch, device=device) // micro
-            W = torch.zeros(kappa, dtype=torch.float64, device=device).index_add(0, ids, w)
-            # W/(κ W_k); a group of no weight has no gradient either.
-            c = torch.where(W > 0, W.sum() / (kappa * W), 0.0)
-        same = engine.groups.batch == batch and engine.groups.micro == micro and engine.groups.c is None
-        if c is not None or not same:
-            engine.groups = Groups(batch, micro, engine.axis, c)
-        engine.known, engine.single = True, kappa == 1
-        if Sink.open is not None:
-            Sink.open.kappa = batch / self.micro
-            Sink.open.scale = engine.groups.scale(self.reduction)
+    def _divide(self, batch: int, mode: Mode) -> None:
+        device = self.armed[0].param.device if self.armed else None
+        how = self.weights, self.ragged, self.reduction, device
+        self.mini.divide(divided(batch, self.facts.micro, self.facts.axis, *how), mode)
 
     def _harvest(self) -> None:
         """Hand over what the backward left."""
-        engine = self.engine
+        mini, sink = self.mini, self.mini.sink
         if self.waiting:
             self.waiting = []
             raise RuntimeError(
@@ -377,68 +323,57 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             )
         wrong = []
         modules = {entry.module for entry in self.armed if entry.done}
-        if not modules and Sink.open is not None and Sink.open.passed:
+        if not modules and sink is not None and sink.passed:
             raise UnsupportedUse(
                 "into= found no backward but torch.autograd.grad(...) or backward(inputs=...), which leave no way into "
                 "the optimizer; call loss.backward(), with the other parameters frozen (requires_grad_(False))"
             )
         for entry in self.armed:
-            if engine.into and entry.reached and not entry.done and entry.module in modules and entry.is_empty():
-                wrong.append(
-                    f"{entry.name}: no square, while others of its module have one: a compiled graph lost it; leave "
-                    "into= out"
-                )
-            if not entry.done and entry.is_empty():
-                continue  # no gradient, no square: the optimizer skips it
-            if not engine.known:
-                wrong.append(f"{entry.name}: a gradient without a forward of the model")
-                continue
-            if engine.single:
-                continue
             # A compiled graph does not count what it delivers: count forwards and backwards.
             times = entry.arrived or entry.fired * max(1, self.forwards)
-            if entry.companion.grad is None and not entry.done:
-                wrong.append(
-                    f"{entry.name}: a gradient without a square (by backward(inputs=...)? freeze the others; in a "
-                    "named tuple that torch.compile did not look into? pass a list)"
+            what = ""
+            if not entry.done and entry.is_empty():  # no gradient, no square: the optimizer skips it
+                if sink is not None and entry.reached and entry.module in modules and not mini.single:
+                    what = "no square, while others of its module have one: a compiled graph lost it; leave into= out"
+            elif not mini.is_known:
+                what = "a gradient without a forward of the model"
+            elif mini.single:
+                continue
+            elif entry.companion.grad is None and not entry.done:
+                what = (
+                    "a gradient without a square (by backward(inputs=...)? freeze the others; in a named tuple that "
+                    "torch.compile did not look into? pass a list)"
                 )
             elif times == 0:
-                wrong.append(f"{entry.name}: a gradient without a square (through {entry.through})")
+                what = f"a gradient without a square (through {entry.through})"
             elif times > 1:
-                wrong.append(
-                    f"{entry.name}: squared {times} times in parts, without their cross terms (through {entry.through})"
-                )
+                what = f"squared {times} times in parts, without their cross terms (through {entry.through})"
+            if what:
+                wrong.append(f"{entry.name}: {what}")
         if wrong:
             raise UnsupportedUse(
-                "one_pass cannot square these parameters exactly:\n  "
-                + "\n  ".join(wrong)
-                + "\nA custom autograd.Function hides its parameters: write it with torch "
-                "operations. A parameter used by several forwards or several reentrant "
-                "checkpoints needs one forward, or use_reentrant=False, and check=True."
+                "one_pass cannot square these parameters exactly:\n  " + "\n  ".join(wrong) + "\nA custom "
+                "autograd.Function hides its parameters: write it with torch operations. A parameter used by several "
+                "forwards or several reentrant checkpoints needs one forward, or use_reentrant=False, and check=True."
             )
         for entry in self.armed:
             if entry.param.grad is not None and not entry.done:
-                found, entry.done = self._take(entry, *self._factors()), True
+                found, entry.done = self._take(entry), True
                 pair.put(entry.param, found, entry.taker)
 
-    def _factors(self) -> tuple[float, tuple[float, float]]:
-        """κ of the mini-batch, and what makes the means of a pair from the sums of its backward."""
-        groups = self.engine.groups
-        return groups.batch / self.micro, (1.0, 1.0) if self.engine.single else groups.scale(self.reduction)
-
-    def _take(self, entry: Entry, kappa: float, scale: tuple[float, float]) -> pair.Pair:
+    def _take(self, entry: Entry) -> pair.Pair:
         """Take what has come to a parameter and its companion."""
         p, companion = entry.param, entry.companion
         grad, square = p.grad, companion.grad
         assert grad is not None
-        if self.engine.single:
+        if self.mini.single:
             square = grad.detach().to(companion.dtype).square()
         else:
             assert square is not None
             companion.grad = None
             square = entry.shaped(square)
         p.grad = entry.before
-        return pair.Pair(grad, square, kappa, scale)
+        return pair.Pair(grad, square, self.mini.kappa, self.mini.scale)
 
 
 def _bind(into: InvariantAdam) -> None:

@@ -1,84 +1,37 @@
+# ruff: noqa: D102 - forward and backward
 # torch leaves Function.apply and hooks untyped:
 # mypy: disable-error-code="no-untyped-call,no-any-return"
 """Every operation that touches a parameter in an open context comes through `dispatch`.
 
-A known operation goes to its rule. A value made from parameters alone is lifted. Any other
-operation of parameters with the batch runs once per group under `vmap`, each group with its own
-copy of the parameters: exact for every operation that treats samples alike, at the price of κ
-gradients of that parameter.
+A known operation goes to its rule. A value made from parameters alone is lifted. Any other operation of parameters with
+the batch runs once per group under `vmap`, each group with its own copy of the parameters: exact for every operation
+that treats samples alike, at the price of κ gradients of that parameter.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .functions import Expand
-from .groups import Groups, UnsupportedUse, without_samples
-from .handles import Entry, Handle, Lifted, State, lift
-
-if TYPE_CHECKING:
-    from .engine import Engine
-
-Rule = Callable[..., Any]
-RULES: dict[str, Rule] = {}
-
-
-class OnePassParameter(nn.Parameter):
-    """A parameter inside an open context: its class is swapped for this one and swapped back."""
-
-    one_pass_entry: Entry
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return dispatch(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        with torch._C.DisableTorchFunctionSubclass():  # a copy is outside of the context
-            copy = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        return copy
-
-    def register_hook(self, hook: Any) -> Any:
-        """Refuse it: the hooks that may not change a gradient are those that were there when the context opened."""
-        raise UnsupportedUse(
-            f"{self.one_pass_entry.name} is given a hook (register_hook) inside one_pass, which does not watch it "
-            "there; register it before"
-        )
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refuse those of others, as on entry."""
-        self.one_pass_entry.refuse_after(hook)
-        return super().register_post_accumulate_grad_hook(hook)
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operations by name: called with the engine, the function and its
-    arguments."""
-
-    def register(f: Rule) -> Rule:
-        for name in names:
-            RULES[name] = f
-        return f
-
-    return register
-
+from .exchange import Open
+from .groups import Groups, Stretch, UnsupportedUse, without_samples
+from .mini_batch import MiniBatch, Mode
+from .ops.base import OPERATIONS
+from .weight import Handle, lift, names_of
 
 # Operations that only look at a tensor or leave autograd: they run as they are.
-PLAIN = frozenset(
+UNFOLLOWED = frozenset(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex "  # noqa: SIM905
-    "element_size detach item tolist data_ptr storage_offset get_device requires_grad_ "
-    "register_hook retain_grad backward __len__ __repr__ __format__ __hash__ __bool__ __set__ "
-    "__delete__ is_same_size is_pinned has_names numpy zeros_like ones_like empty_like full_like "
-    "rand_like randn_like new_zeros new_ones new_empty new_full new_tensor equal is_shared "
-    "untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view "
-    "is_inference is_conj is_neg "
+    "element_size detach item tolist data_ptr storage_offset get_device requires_grad_ register_hook retain_grad "
+    "backward __len__ __repr__ __format__ __hash__ __bool__ __set__ __delete__ is_same_size is_pinned has_names numpy "
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
+    "equal is_shared untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view is_inference is_conj "
+    "is_neg "
     "is_signed __contains__ dim_order __reduce_ex__ __array__".split()
 ) | {
     # Every property but those that compute a value.
@@ -96,8 +49,7 @@ STRUCTURAL = frozenset(
 )
 # Conversions: the squares keep their own dtype.
 CONVERSIONS = frozenset("to float double half bfloat16 type type_as cuda cpu".split())  # noqa: SIM905
-# Operations whose tensor arguments line up from the right, so that a size of B under the batch is
-# the batch.
+# Operations whose tensor arguments line up from the right, so that a size of B under the batch is the batch.
 ALIGNED = frozenset(
     "add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ "  # noqa: SIM905
     "__mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where "
@@ -112,17 +64,10 @@ RANDOM = frozenset(
 # The same for all but the last two dimensions.
 PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())  # noqa: SIM905
 IN_PLACE = {
-    "__iadd__": torch.add,
-    "add_": torch.add,
-    "__isub__": torch.sub,
-    "sub_": torch.sub,
-    "__imul__": torch.mul,
-    "mul_": torch.mul,
-    "__itruediv__": torch.div,
-    "div_": torch.div,
-}
-# Every other operation that writes in place. A set, because a compiled trace cannot look into a
-# name.
+    "__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_": torch.sub,
+    "__imul__": torch.mul, "mul_": torch.mul, "__itruediv__": torch.div, "div_": torch.div,
+}  # fmt: skip
+# Every other operation that writes in place. A set, because a compiled trace cannot look into a name.
 WRITERS = frozenset(
     [
         "__setitem__",
@@ -132,44 +77,43 @@ WRITERS = frozenset(
 ) - {"__init__", "__invert__", "__index__", "__int__"}
 
 
-def operation(func: Any) -> str:
+def name_of(func: Any) -> str:
     """The name of a torch function; a property's own name for its getter."""
     name: str = getattr(func, "__name__", None) or str(func)
     return func.__self__.__name__ if name == "__get__" else name
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, whose arguments hold parameters of the open engine or values lifted from them."""
-    engine = State.engine
-    if engine is None or engine.single or not torch.is_grad_enabled():
+    """Run `func`, whose arguments hold parameters of the open context or values lifted from them."""
+    mini = Open.mini_batch
+    if mini is None or mini.mode is Mode.PLAIN or not torch.is_grad_enabled():
         return func(*args, **kwargs)
-    name = operation(func)
-    if name in PLAIN:
+    name = name_of(func)
+    if name in UNFOLLOWED:
         return func(*args, **kwargs)
-    engine.ready(name)
-    known = RULES.get(name)
-    if known is not None:
-        out = known(engine, func, *args, **kwargs)
+    mini.ready(name)
+    if name in OPERATIONS:
+        out = OPERATIONS[name].rule(mini, func, *args, **kwargs)
         if out is not NotImplemented:
             return out
-    return fallback(engine, func, name, args, kwargs)
+    return fallback(mini, func, name, args, kwargs)
 
 
-def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operation without a rule of its own, or used in a way its rule does not cover."""
-    if name in IN_PLACE and isinstance(args[0], Tensor) and engine.handle_of(args[0]) is None:
+    if name in IN_PLACE and isinstance(args[0], Tensor) and mini.handle_of(args[0]) is None:
         return args[0].copy_(dispatch(IN_PLACE[name], args, kwargs))
     if kwargs.get("inplace"):
         # The value belongs to the parameters, not to this operation.
         kwargs = {**kwargs, "inplace": False}
     leaves, spec = tree_flatten((args, kwargs))
-    handles = [engine.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
+    handles = [mini.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
     held = [h for h in handles if h is not None]
-    names = engine.names(held)
+    names = names_of(held)
     for a in leaves:
-        if isinstance(a, (tuple, list)) and any(engine.holds(t) for t in a):
+        if isinstance(a, (tuple, list)) and any(mini.holds(t) for t in a):
             raise UnsupportedUse(
-                f"{engine.names(engine.handle_of(t) for t in a)} goes through {name} in a {type(a).__name__}, which "
+                f"{names_of(mini.handle_of(t) for t in a)} goes through {name} in a {type(a).__name__}, which "
                 "one_pass does not look into; give it a list, a tuple or a named tuple"
             )
     if name in WRITERS or kwargs.get("out") is not None:
@@ -177,12 +121,9 @@ def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs
             f"{names} goes through {name}, which writes in place; one_pass follows values only: "
             f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[i] = p)"
         )
-    for h in held:
-        engine.note(h, name)
-    batched = [
-        isinstance(a, Tensor) and h is None and engine.is_batched(a, names, name)
-        for a, h in zip(leaves, handles, strict=True)
-    ]
+    mini.note(held, name)
+    plain = [isinstance(a, Tensor) and h is None for a, h in zip(leaves, handles, strict=True)]
+    batched = [p and mini.is_batched(a, names, name) for a, p in zip(leaves, plain, strict=True)]
 
     def call(*tensors: Any) -> Any:
         it = iter(tensors)
@@ -191,32 +132,26 @@ def fallback(engine: Engine, func: Any, name: str, args: tuple[Any, ...], kwargs
         return func(*a, **k)
 
     if not any(batched):
-        if engine.probe is not None:
-            for a, handle in zip(leaves, handles, strict=True):
-                if isinstance(a, Tensor) and handle is None:
-                    engine.probe.constant(names, name, a)
+        if mini.probe is not None:
+            for a, p in zip(leaves, plain, strict=True):
+                if p:
+                    mini.probe.constant(names, name, a)
         one_to_one = name in STRUCTURAL and len(held) == sum(isinstance(a, Tensor) for a in leaves)
-        if name == "__getitem__":
-            one_to_one = one_to_one and _is_basic(args[1])
-        return _lift_result(engine, call, name, held, one_to_one)
-    return _per_group(engine, call, name, names, leaves, handles, batched)
+        if name == "__getitem__":  # an index of another kind may name an element twice
+            each = args[1] if isinstance(args[1], tuple) else (args[1],)
+            one_to_one = one_to_one and all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in each)
+        return _lift_result(mini, call, name, held, one_to_one)
+    return _per_group(mini, call, name, names, leaves, handles, batched)
 
 
-def _is_basic(index: Any) -> bool:
-    """Whether an index cannot name an element twice."""
-    each = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in each)
-
-
-def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
+def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
     """The result of an operation on parameters alone."""
     if name in RANDOM:
         first, second = (tree_flatten(call(*[h.value for h in held]))[0] for _ in range(2))
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             raise UnsupportedUse(
-                f"{engine.names(held)} goes through {name} before it meets the batch; the loop "
-                "would draw other numbers for each micro-batch: apply it to a value of the batch, "
-                "or loop over micro-batches"
+                f"{names_of(held)} goes through {name} before it meets the batch; the loop would draw other numbers "
+                "for each micro-batch: apply it to a value of the batch, or loop over micro-batches"
             )
     if len(held) == 1 and not held[0].grouped and (one_to_one or name in CONVERSIONS):
         h = held[0]
@@ -231,7 +166,7 @@ def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_t
     values, spec = tree_flatten(call(*[h.value.view_as(h.value) if tracing else h.value for h in held]))
     if not any((isinstance(v, Tensor) and v.requires_grad) or h.grouped for v in values for h in held):
         return tree_unflatten(values, spec)
-    tags = [engine.grouped(h) for h in held]
+    tags = [mini.grouped(h) for h in held]
     out = []
     for i, v in enumerate(values):
         if not isinstance(v, Tensor) or not v.is_floating_point():
@@ -244,8 +179,8 @@ def _lift_result(engine: Engine, call: Any, name: str, held: list[Handle], one_t
         if tracing or one_to_one or name in CONVERSIONS:
             tag = torch.func.vmap(nth)(*tags)
         else:
-            tag = Derive.apply(nth, engine.groups.kappa, *tags)
-        out.append(lift(v, Handle(v, tag, True, None, label=engine.names(held))))
+            tag = Derive.apply(nth, mini.groups.kappa, *tags)
+        out.append(lift(v, Handle(v, tag, True, None, label=names_of(held))))
     return tree_unflatten(out, spec)
 
 
@@ -270,28 +205,26 @@ class Derive(Function):
 
 
 def _per_group(
-    engine: Engine,
-    call: Any,
-    name: str,
-    names: str,
-    leaves: list[Any],
-    handles: list[Any],
-    batched: list[bool],
+    mini: MiniBatch, call: Any, name: str, names: str, leaves: list[Any], handles: list[Any], batched: list[bool]
 ) -> Any:
     """One call per group under vmap, with the parameters' own copy for each."""
-    groups = engine.groups
-    axis, ndim, size = _batch_axis(engine, name, names, leaves, batched)
-    tags: list[Any] = [None if h is None else engine.grouped(h) for h in handles]
-    stacked = {i: groups.stack(a, engine.axis_of(a)) for i, (a, b) in enumerate(zip(leaves, batched, strict=True)) if b}
+    groups = mini.groups
+    axis, ndim, size = _batch_axis(mini, name, names, leaves, batched)
+    tags: list[Any] = [None if h is None else mini.grouped(h) for h in handles]
+    stacked = {
+        i: groups.stack(a, groups.axis_of(a.shape) or 0)
+        for i, (a, b) in enumerate(zip(leaves, batched, strict=True))
+        if b
+    }
     results = []
-    for p, part in enumerate(groups.parts):
+    for i_stretch, stretch in enumerate(groups.stretches):
         inputs = []
         for i, (h, tag) in enumerate(zip(handles, tags, strict=True)):
             if h is not None:
-                inputs.append(_own_copy(groups, name, h, tag, part, axis, ndim, size))
+                inputs.append(_own_copy(groups, name, h, tag, stretch, axis, ndim, size))
             elif batched[i]:
-                x = stacked[i][p]
-                a = engine.axis_of(leaves[i])
+                x = stacked[i][i_stretch]
+                a = groups.axis_of(leaves[i].shape)
                 inputs.append(x.movedim(1, a + 1) if a else x)
         try:
             results.append(torch.func.vmap(call, randomness="different")(*inputs))
@@ -315,51 +248,41 @@ def _per_group(
         a = where[0]
         merged.append(groups.merge([o.movedim(a + 1, 1) if a else o for o in outs], a))
     out = tree_unflatten(merged, flat[0][1])
-    engine.compare(call, name, names, leaves, handles, batched, out)
+    if mini.probe is not None:
+        mini.probe.compare(call, name, names, leaves, handles, batched, out)
     return out
 
 
-def _batch_axis(engine: Engine, name: str, names: str, leaves: list[Any], batched: list[bool]) -> tuple[int, int, int]:
-    """The batch dimension, the number of dimensions and the size at it, of the batched argument of
-    most dimensions."""
+def _batch_axis(mini: MiniBatch, name: str, names: str, leaves: list[Any], batched: list[bool]) -> tuple[int, int, int]:
+    """The batch dimension, the number of dimensions and the size at it, of the batched argument of most dimensions."""
     best = (0, -1, 0)
     for a, b in zip(leaves, batched, strict=True):
         if b:
-            axis = engine.axis_of(a)
+            axis = mini.groups.axis_of(a.shape)
             if a.ndim == 0:
                 raise without_samples(names, f"goes through {name} with a scalar of the batch")
             if axis is None:
                 raise UnsupportedUse(
-                    f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in "
-                    f"which no dimension is the batch of {engine.groups.batch}; keep the batch in "
-                    f"dimension {engine.groups.axis}"
+                    f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in which no dimension is "
+                    f"the batch of {mini.groups.batch}; keep the batch in dimension {mini.groups.axis}"
                 )
             if a.ndim > best[1]:
                 best = (axis, a.ndim, a.shape[axis])
     return best
 
 
-def _own_copy(groups: Groups, name: str, h: Handle, tag: Tensor, part: Any, axis: int, ndim: int, size: int) -> Tensor:
-    """The copies of a lifted value for the groups of one part, cut to the samples of each where it
-    spans the batch."""
+def _own_copy(
+    groups: Groups, name: str, h: Handle, tag: Tensor, stretch: Stretch, axis: int, ndim: int, size: int
+) -> Tensor:
+    """The copies of a lifted value for one stretch, cut to each group's samples where the value spans the batch."""
     under = axis - (ndim - h.value.ndim)
     aligned = name in ALIGNED or (name in PRODUCTS and under < h.value.ndim - 2)
     if aligned and under >= 0 and h.value.shape[under] == size > 1:
         times = size // groups.batch
-        m = (part.last - part.first) // (part.hi - part.lo) * times
+        m = (stretch.last - stretch.first) // (stretch.hi - stretch.lo) * times
         if h.resize is not None and times == 1:
-            return h.resize(part.lo, part.hi, m)
-        first = part.first * times
-        own = [tag[k].narrow(under, first + (k - part.lo) * m, m) for k in range(part.lo, part.hi)]
+            return h.resize(stretch.lo, stretch.hi, m)
+        first = stretch.first * times
+        own = [tag[k].narrow(under, first + (k - stretch.lo) * m, m) for k in range(stretch.lo, stretch.hi)]
         return torch.stack(own)
-    return tag[part.lo : part.hi]
-
-
-def expanded(engine: Engine, h: Handle) -> Tensor:
-    """The κ copies of a value, of which every one gets its own gradient."""
-    if h.grouped:
-        return h.tag
-    return Expand.apply(h.value, h.tag, engine.groups, h)
-
-
-__all__ = ["RULES", "Entry", "Lifted", "OnePassParameter", "State", "dispatch", "expanded", "rule"]
+    return tag[stretch.lo : stretch.hi]

@@ -1,46 +1,69 @@
-"""temporary."""
+"""What other packages may ask of an open `one_pass`, and tell it: the whole of its interface to `distributed`.
+
+`one_pass` imports none of them. A package registers what it knows of models here, and asks here for the mini-batch
+under way and for squares that have arrived.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from .groups import UnsupportedUse
 
-sources: list[Any] = []
-trusted: Any = weakref.WeakSet()
+if TYPE_CHECKING:
+    from .mini_batch import MiniBatch
+    from .weight import Entry
+
+# A model -> the parameters that its forward and backward really use, by name; None for a model it does not know.
+Source = Callable[[nn.Module], Iterable[tuple[str, Tensor]] | None]
+
+_sources: list[Source] = []
+trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def register_source(source: Any) -> None:
-    sources.append(source)
+class Open:
+    """The open context: the process's, since backwards may run in threads of their own."""
+
+    mini_batch: ClassVar[MiniBatch | None] = None
+    lock: ClassVar[Lock] = Lock()  # held from the opening of a context to its end
+
+
+def current() -> MiniBatch | None:
+    """The mini-batch under way; None where no context is open."""
+    return Open.mini_batch
+
+
+def register_source(source: Source) -> None:
+    """Ask `source` for the parameters of each model from now on: FSDP2 computes with others than the module holds."""
+    if source not in _sources:
+        _sources.append(source)
+
+
+def source_of(model: nn.Module) -> Iterable[tuple[str, Tensor]] | None:
+    """What the first source that knows the model says its parameters are; None where none does."""
+    answers = (source(model) for source in _sources)
+    return next((found for found in answers if found is not None), None)
 
 
 def trust(module: nn.Module) -> None:
+    """Let a `DistributedDataParallel` pass that no longer reduces gradients."""
     trusted.add(module)
 
 
-class _Current:
-    def __init__(self, engine: Any) -> None:
-        self.single = engine.single
-        self.kappa = engine.groups.batch / engine.micro
-        self.scale = (1.0, 1.0) if engine.single else engine.groups.scale(engine.reduction)
-
-
-def current() -> Any:
-    from .handles import State
-
-    return None if State.engine is None else _Current(State.engine)
-
-
-def has_square(p: Any) -> bool:
-    entry = getattr(p, "one_pass_entry", None)
+def has_square(p: Tensor) -> bool:
+    """Whether a square has arrived for `p`, a parameter of the open context."""
+    entry: Entry | None = getattr(p, "one_pass_entry", None)
     return entry is not None and entry.companion.grad is not None
 
 
-def take_square(p: Any) -> Any:
-    entry = p.one_pass_entry
+def take_square(p: Tensor) -> Tensor:
+    """Take the square that has arrived for `p`, in its shape; it counts as handed over."""
+    entry: Entry = p.one_pass_entry  # type: ignore[attr-defined]
     if (entry.arrived or entry.fired) > 1 or entry.done:
         raise UnsupportedUse(
             f"{entry.name} is used more than once, and was squared in parts, without their cross terms; have the "
@@ -48,4 +71,5 @@ def take_square(p: Any) -> Any:
         )
     square, entry.companion.grad = entry.companion.grad, None
     entry.done = True
+    assert square is not None
     return entry.shaped(square)

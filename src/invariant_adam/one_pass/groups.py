@@ -1,9 +1,8 @@
 """Which rows of a tensor belong to which micro-batch.
 
-A mini-batch of B samples is κ = ⌈B/M⌉ groups of M neighbouring samples; the last may be ragged.
-With a loss that is a (weighted) mean over the mini-batch, group k's share of a gradient is s_k =
-(W_k/W) g_k, where g_k is the gradient of that group's own mean and W_k its weight (its number of
-samples, where no weights are given). Then
+A mini-batch of B samples is κ = ⌈B/M⌉ groups of M neighbouring samples; the last may be ragged. The loss is a
+(weighted) mean over the mini-batch. Group k has the weight W_k, its number of samples where no weights are given, and
+the gradient g_k of its own mean. Its share of the mini-batch's gradient is s_k = (W_k/W) g_k. Then
 
     mean g  = Σ_k (W_k/W) g_k  = Σ_k s_k
     mean g² = Σ_k (W_k/W) g_k² = Σ_k (W/W_k) s_k²
@@ -13,6 +12,7 @@ so a ragged group of n samples counts n/M in both moments. Groups of equal weigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,7 @@ class UnsupportedUse(RuntimeError):  # noqa: N818 - it names what happened
 
 
 def without_samples(names: str, what: str) -> UnsupportedUse:
-    """The refusal of a value made of parameters alone that meets no sample: a penalty, or a factor of the loss.
-
-    Args:
-        names: of the parameters.
-        what: happens to the value.
-    """
+    """The refusal of a value that is made of parameters alone and meets no sample: a penalty, a factor of the loss."""
     return UnsupportedUse(
         f"a value made of {names} alone {what}: it belongs to no sample, so that no micro-batch has a share of its "
         "gradient. Add a penalty to the loss of each sample inside the model, and multiply by a factor there (factor * "
@@ -38,8 +33,8 @@ def without_samples(names: str, what: str) -> UnsupportedUse:
     )
 
 
-class Part(NamedTuple):
-    """A run of groups of one size: groups [lo, hi), samples [first, last)."""
+class Stretch(NamedTuple):
+    """Neighbouring groups of one size: groups [lo, hi), samples [first, last)."""
 
     lo: int
     hi: int
@@ -56,9 +51,9 @@ class Groups:
         self.axis = axis  # where the batch is looked for first
         full, rest = divmod(batch, micro)
         self.kappa = full + (rest > 0)  # groups, the ragged one included
-        self.parts = [Part(0, full, 0, full * micro)] if full else []
+        self.stretches = [Stretch(0, full, 0, full * micro)] if full else []
         if rest:
-            self.parts.append(Part(full, full + 1, full * micro, batch))
+            self.stretches.append(Stretch(full, full + 1, full * micro, batch))
         # One coefficient W/(κ W_k) per group; None where all are 1.
         self.c = c
 
@@ -66,13 +61,13 @@ class Groups:
         """The factors that make mean g and mean g² of the sums Σ s_k and Σ c_k s_k² of a backward."""
         return (1.0, float(self.kappa)) if reduction == "mean" else (1 / self.kappa, 1 / self.kappa)
 
-    def axis_of(self, shape: torch.Size, leading: int) -> int | None:
-        """The batch dimension among the first `leading` dimensions of `shape`, or None.
+    def axis_of(self, shape: torch.Size, leading: int | None = None) -> int | None:
+        """The batch dimension among the first `leading` dimensions of `shape`, or among all; or None.
 
-        A dimension of exactly B at `axis`, else a first dimension that is a multiple of B (B·T
-        flattened batch first), else any of exactly B. Sizes only suggest; `check.py` establishes
-        it.
+        It is the dimension `axis` if its size is B, else the first if its size is a multiple of B (B·T flattened batch
+        first), else any of size B. Sizes only suggest; the check establishes it.
         """
+        leading = len(shape) if leading is None else leading
         if leading > self.axis and shape[self.axis] == self.batch:
             return self.axis
         if leading > 0 and shape[0] > 0 and shape[0] % self.batch == 0:
@@ -83,35 +78,66 @@ class Groups:
         return None
 
     def split(self, x: Tensor, axis: int, event: int) -> list[Tensor]:
-        """Per part, x as (groups, rows per group, *its last `event` dimensions)."""
+        """Per stretch, x as (groups, rows per group, *its last `event` dimensions)."""
         x = x.movedim(axis, 0) if axis else x
         tail = x.shape[x.ndim - event :]
-        return [rows.reshape(p.hi - p.lo, -1, *tail) for p, rows in zip(self.parts, self.pieces(x), strict=True)]
+        return [rows.reshape(s.hi - s.lo, -1, *tail) for s, rows in zip(self.stretches, self.pieces(x), strict=True)]
 
     def stack(self, x: Tensor, axis: int) -> list[Tensor]:
-        """Per part, x as (groups, samples per group, *the other dimensions), the batch moved
-        first."""
-        x = x.movedim(axis, 0) if axis else x
-        tail = x.shape[1:]
-        return [rows.reshape(p.hi - p.lo, -1, *tail) for p, rows in zip(self.parts, self.pieces(x), strict=True)]
+        """Per stretch, x as (groups, samples per group, *the other dimensions), the batch moved first."""
+        return self.split(x, axis, x.ndim - 1)
 
     def pieces(self, x: Tensor) -> list[Tensor]:
-        """Per part, its rows of x, whose batch is first."""
-        if len(self.parts) == 1:
+        """Per stretch, its rows of x, whose batch is first."""
+        if len(self.stretches) == 1:
             return [x]
         times = x.shape[0] // self.batch
-        return [x[p.first * times : p.last * times] for p in self.parts]
+        return [x[s.first * times : s.last * times] for s in self.stretches]
 
     def cut(self, t: Tensor) -> list[Tensor]:
-        """Per part, its groups of t, whose groups are first."""
-        return [t] if len(self.parts) == 1 else [t[p.lo : p.hi] for p in self.parts]
+        """Per stretch, its groups of t, whose groups are first."""
+        return [t] if len(self.stretches) == 1 else [t[s.lo : s.hi] for s in self.stretches]
 
-    def merge(self, parts: list[Tensor], axis: int) -> Tensor:
+    def merge(self, stacked: list[Tensor], axis: int) -> Tensor:
         """The inverse of `stack`."""
-        rows = [y.flatten(0, 1) for y in parts]
-        x = rows[0] if len(rows) == 1 else torch.cat(rows)
+        x = join([y.flatten(0, 1) for y in stacked])
         return x.movedim(0, axis) if axis else x
 
-    def coefficients(self, part: Part) -> Tensor | None:
-        """The coefficients of the squares of one part."""
-        return None if self.c is None else self.c[part.lo : part.hi]
+    def coefficients(self, stretch: Stretch) -> Tensor | None:
+        """The coefficients of the squares of one stretch."""
+        return None if self.c is None else self.c[stretch.lo : stretch.hi]
+
+
+def join(pieces: Sequence[Tensor]) -> Tensor:
+    """One tensor of one tensor per stretch, in their order."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def divided(
+    batch: int, micro: int, axis: int, weights: Tensor | None, ragged: str, reduction: str, device: torch.device | None
+) -> Groups:
+    """The division of `batch` samples into groups of `micro`, as the arguments of `one_pass` ask."""
+    size = min(micro, batch)
+    rest, kappa = batch % size, -(-batch // size)
+    if rest and ragged == "refuse":
+        raise ValueError(
+            f"micro_batch_size={micro} does not divide the mini-batch of {batch} samples; drop the last {rest}, or "
+            f'pass ragged="weight" to count them as {rest}/{micro} of a micro-batch'
+        )
+    if (rest or batch < micro) and reduction == "sum":
+        raise ValueError(
+            f"a ragged micro-batch ({batch} samples, micro_batch_size={micro}) has no sum comparable with the others'; "
+            'use reduction="mean"'
+        )
+    if weights is None and not rest:
+        return Groups(batch, size, axis)
+    if weights is None:
+        w = torch.ones(batch, dtype=torch.float64, device=device)
+    else:
+        if weights.shape[0] != batch:
+            raise ValueError(f"weights has {weights.shape[0]} rows for a mini-batch of {batch} samples")
+        w = weights.detach().to(device, torch.float64).reshape(batch, -1).sum(1)
+    ids = torch.arange(batch, device=device) // size
+    W = torch.zeros(kappa, dtype=torch.float64, device=device).index_add(0, ids, w)
+    # W/(κ W_k); a group of no weight has no gradient either.
+    return Groups(batch, size, axis, torch.where(W > 0, W.sum() / (kappa * W), 0.0))

@@ -1,12 +1,12 @@
 """Rows that were picked from the batch by index: which micro-batch does each belong to?
 
-A mixture-of-experts layer sends `x[index]` to an expert, so the rows a weight sees are no longer in
-batch order. The autograd graph remembers the index; this module reads it back.
+A mixture-of-experts layer sends `x[index]` to an expert, so the rows that a weight sees are no longer in batch order.
+The autograd graph remembers the index; this module reads it back.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from .groups import Groups
 ROWWISE = frozenset(
     f"{name}Backward{i}"
     for name in (  # noqa: SIM905
-        "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split "
-        "SplitWithSizes Chunk Pow Clamp LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp "
-        "Clone Linear"
+        "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split SplitWithSizes Chunk Pow Clamp "
+        "LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp Clone Linear MaskedFill"
     ).split()
     for i in (0, 1)
 )
@@ -31,20 +30,27 @@ def sample_groups(groups: Groups, rows: int, device: torch.device) -> Tensor:
     return torch.arange(rows, device=device) // (groups.micro * (rows // groups.batch))
 
 
-def group_ids(x: Tensor, groups: Groups) -> Tensor | None:
-    """The group of each row of x, where x was picked by index along the batch; else None."""
-    ids = _walk(x.grad_fn, groups, 0)
-    return ids if ids is not None and x.ndim > 0 and ids.shape[0] == x.shape[0] else None
+class Routed(NamedTuple):
+    """Rows that were picked from `total` rows in batch order: the place of each there, and its group."""
+
+    places: Tensor
+    total: int
+    ids: Tensor
 
 
-def _walk(node: Any, groups: Groups, depth: int) -> Tensor | None:
+def routed(x: Tensor, groups: Groups) -> Routed | None:
+    """Where the rows of x come from, if x was picked by index along the batch."""
+    found = _walk(x.grad_fn, groups, 0)
+    return found if found is not None and x.ndim > 0 and len(found.ids) == len(x) else None
+
+
+def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
     if node is None or depth > DEPTH:
         return None
     name = node.name()
-    ids: Tensor | None
-    if name == "RoutedLinearBackward":
-        ids = node.group_ids
-        return ids
+    found: Routed | None = getattr(getattr(node, "use", None), "routed", None)  # of an operation on such rows
+    if found is not None:
+        return found
     if name == "IndexBackward0":
         indices = node._saved_indices
         sizes = node._saved_self_sym_sizes
@@ -54,18 +60,17 @@ def _walk(node: Any, groups: Groups, depth: int) -> Tensor | None:
     elif name == "IndexSelectBackward0" and node._saved_dim == 0:
         index, sizes = node._saved_index, node._saved_self_sym_sizes
     elif name in ROWWISE:
-        for parent, _ in node.next_functions:
-            ids = _walk(parent, groups, depth + 1)
-            if ids is not None:
-                return ids
-        return None
+        walks = (_walk(parent, groups, depth + 1) for parent, _ in node.next_functions)
+        return next((found for found in walks if found is not None), None)
     else:
         return None
-    source = _walk(node.next_functions[0][0], groups, depth + 1)
-    if source is None or source.shape[0] != sizes[0]:
-        if sizes[0] == 0 or sizes[0] % groups.batch:
-            return None
-        source = sample_groups(groups, sizes[0], index.device)
     if index.dtype in (torch.bool, torch.uint8):
         index = index.nonzero()[:, 0]
-    return source[index] if index.ndim == 1 else None
+    source = _walk(node.next_functions[0][0], groups, depth + 1)
+    if source is not None and len(source.places) != sizes[0]:
+        source = None
+    total = sizes[0] if source is None else source.total
+    if index.ndim != 1 or total == 0 or total % groups.batch:
+        return None
+    places = index % total if source is None else source.places[index]
+    return Routed(places, total, places // (groups.micro * (total // groups.batch)))

@@ -1,24 +1,24 @@
 """RNN, LSTM and GRU, step by step.
 
-The input weights are one linear layer over all time steps. The recurrent weights are used once per
-step, so each micro-batch steps with its own copy of them, and the copies' gradients are squared at
-the end.
+The input weights are one linear layer over all time steps. The recurrent weights are used once per step, so each
+micro-batch steps with its own copy of them, and the copies' gradients are squared at the end.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import dispatch, rule
-from .groups import UnsupportedUse
-from .rules import linear_with
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..dispatch import dispatch
+from ..groups import UnsupportedUse
+from ..mini_batch import MiniBatch
+from ..weight import names_of
+from . import base
+from .linear import linear_with, products
 
 States = tuple[Tensor, ...]
 
@@ -37,19 +37,16 @@ def _gru(gx: Tensor, gh: Tensor, state: States) -> States:
     return (new + z * (state[0] - new),)
 
 
-def _tanh(gx: Tensor, gh: Tensor, state: States) -> States:
-    return ((gx + gh).tanh(),)
+CELLS: dict[str, Callable[[Tensor, Tensor, States], States]] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": lambda gx, gh, _: ((gx + gh).tanh(),),
+    "rnn_relu": lambda gx, gh, _: ((gx + gh).relu(),),
+}
 
 
-def _relu(gx: Tensor, gh: Tensor, state: States) -> States:
-    return ((gx + gh).relu(),)
-
-
-CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
-
-
-@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
-def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
+@base.operation("lstm", "gru", "rnn_tanh", "rnn_relu", line=products)
+def recurrent(mini: MiniBatch, func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
     """A recurrent network of any number of layers and both directions."""
     name = func.__name__
     if (isinstance(hx, Tensor) and isinstance(weights, (tuple, list)) is False) or len(rest) != 6:
@@ -59,14 +56,14 @@ def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: A
     has_bias, layers, dropout, training, bidirectional, batch_first = rest
     directions = 2 if bidirectional else 1
     per = 4 if has_bias else 2
-    names = engine.names([engine.handle_of(w) for w in weights])
+    names = names_of([mini.handle_of(w) for w in weights])
     if len(weights) != per * layers * directions:
         raise UnsupportedUse(f"{names} goes through {name} with proj_size; put a Linear layer after it")
     states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
-    if any(engine.holds(t) for t in (x, *states)):
+    if any(mini.holds(t) for t in (x, *states)):
         raise UnsupportedUse(f"{names} goes through {name} with an input or state made from parameters alone")
     axis = 0 if batch_first else 1
-    if x.ndim != 3 or x.shape[axis] % engine.groups.batch:
+    if x.ndim != 3 or x.shape[axis] % mini.groups.batch:
         raise UnsupportedUse(f"{names} goes through {name} with an input of shape {tuple(x.shape)} without the batch")
     last: list[States] = []
     for layer in range(layers):
@@ -75,7 +72,7 @@ def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: A
             at = layer * directions + d
             ws = weights[at * per : (at + 1) * per]
             start = tuple(s[at] for s in states)
-            y, end = _run(engine, name, x, ws, start, axis, reverse=d == 1)
+            y, end = _run(mini, name, x, ws, start, axis, reverse=d == 1)
             outs.append(y)
             last.append(end)
         x = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
@@ -84,17 +81,8 @@ def recurrent(engine: Engine, func: Any, x: Any, hx: Any, weights: Any, *rest: A
     return (x, *[torch.stack(s) for s in zip(*last, strict=True)])
 
 
-@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-def cell(
-    engine: Engine,
-    func: Any,
-    x: Any,
-    hx: Any,
-    w_ih: Any,
-    w_hh: Any,
-    b_ih: Any = None,
-    b_hh: Any = None,
-) -> Any:
+@base.operation("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(mini: MiniBatch, func: Any, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     """One step: two linear layers and the cell."""
     states: States = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
     gx = dispatch(F.linear, (x, w_ih, b_ih), {})
@@ -104,25 +92,21 @@ def cell(
 
 
 def _run(
-    engine: Engine, name: str, x: Tensor, ws: Any, start: States, axis: int, reverse: bool
+    mini: MiniBatch, name: str, x: Tensor, ws: Any, start: States, axis: int, reverse: bool
 ) -> tuple[Tensor, States]:
     """One layer in one direction: its outputs, the batch at `axis`, and its last states (B, H)."""
-    groups = engine.groups
+    groups = mini.groups
     step = CELLS[name]
-    gates = linear_with(engine, name, x, ws[0], ws[2] if len(ws) == 4 else None, axis=axis)
-    handles = [engine.handle_of(w) for w in (ws[1], *ws[3:])]
-    for h in handles:
-        engine.note(h, name)
-    copies: list[Any] = [
-        w.expand(groups.kappa, *w.shape) if h is None else engine.grouped(h)
-        for w, h in zip((ws[1], *ws[3:]), handles, strict=True)
-    ]
+    gates = linear_with(mini, name, x, ws[0], ws[2] if len(ws) == 4 else None, axis=axis)
+    own = [(w, mini.handle_of(w)) for w in (ws[1], *ws[3:])]
+    mini.note([h for _, h in own], name)
+    copies = [w.expand(groups.kappa, *w.shape) if h is None else mini.grouped(h) for w, h in own]
     begin = [groups.stack(s, 0) for s in start]
     outs, ends = [], []
-    for p, (part, gx) in enumerate(zip(groups.parts, groups.stack(gates, axis), strict=True)):
-        W = copies[0][part.lo : part.hi].transpose(1, 2)  # (κ, H, gates)
-        b = copies[1][part.lo : part.hi, None] if len(copies) > 1 else None
-        state: States = tuple(s[p] for s in begin)  # (κ, m, H)
+    for i, (stretch, gx) in enumerate(zip(groups.stretches, groups.stack(gates, axis), strict=True)):
+        W = copies[0][stretch.lo : stretch.hi].transpose(1, 2)  # (κ, H, gates)
+        b = copies[1][stretch.lo : stretch.hi, None] if len(copies) > 1 else None
+        state: States = tuple(s[i] for s in begin)  # (κ, m, H)
         seen = []
         for t in reversed(range(gx.shape[2])) if reverse else range(gx.shape[2]):
             gh = state[0] @ W

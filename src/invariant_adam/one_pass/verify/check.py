@@ -1,24 +1,21 @@
 """Establish, by running the model, that the rows a parameter sees stay with their samples.
 
-Sizes alone cannot tell a batch from a sequence of the same length, or rows in order from rows that
-were permuted. So the first time a model meets a shape of input it is run again with one micro-batch
-exchanged for another's samples:
+Sizes alone cannot tell a batch from a sequence of the same length, or rows in order from rows that were permuted. So
+the first time a model meets a shape of input it is run again with the samples of one micro-batch exchanged:
 
     every row that a rule assigns to another micro-batch must be as before;
     what a rule takes for a constant must be as before;
     the model's outputs for other samples must be as before (nothing couples samples);
-    a scalar output (a loss) must be a sum over micro-batches: f(a',b') - f(a',b) - f(a,b') + f(a,b)
-    = 0.
+    a scalar output (a loss) must be a sum over micro-batches: f(a',b') - f(a',b) - f(a,b') + f(a,b) = 0.
 
-And with fewer micro-batches: what is then as large as before is not of the batch.
-
-Then the gradients and squares themselves are held against a loop (`against_loop`).
+It is also run with fewer micro-batches: a tensor whose size does not shrink with the batch is not batched. Then the
+gradients and squares themselves are held against a loop (`against_loop`).
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +23,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .against_loop import check_gradients, coincides, few_of, of_few
-from .groups import Groups, UnsupportedUse, without_samples
-from .handles import Lifted
-from .probe import TOLERANCE, Probe, Record, close, cut, freed, plainly, redrawn, run
-from .routing import sample_groups
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..groups import Groups, UnsupportedUse, without_samples
+from ..mini_batch import MiniBatch
+from ..model import Site
+from ..ops.base import Squaring
+from ..ops.batch_norm import ghosts
+from ..routing import sample_groups
+from ..weight import Lifted
+from .against_loop import check_gradients, coincides, few_of
+from .probe import TOLERANCE, Probe, Record, Trial, close, freed
 
 
 def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
@@ -46,8 +44,7 @@ def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
 
 
 def _exchange(value: Any, groups: Groups, changed: tuple[int, ...]) -> tuple[Any, bool]:
-    """The inputs with the samples of some groups replaced by another group's; whether that changed
-    anything."""
+    """The inputs with the samples of some groups replaced by another group's; whether that changed anything."""
     visible = False
 
     def replace(t: Any) -> Any:
@@ -68,10 +65,10 @@ def _exchange(value: Any, groups: Groups, changed: tuple[int, ...]) -> tuple[Any
     return tree_map(replace, value), visible
 
 
-def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any, additive: bool) -> Any:
+def _signature(trial: Trial, additive: bool) -> Any:
     """What a check holds for: the inputs' shapes and plain values, the mini-batch, the loss and the modes.
 
-    Every shape is another one: inside the model any length may come out as the batch's.
+    Each shape is checked on its own, since inside the model any length may come out as the batch's.
     """
 
     def what(t: Any) -> Any:
@@ -79,68 +76,65 @@ def signature(engine: Engine, model: nn.Module, args: Any, kwargs: Any, additive
             return tuple(t.shape)
         return t if isinstance(t, (bool, int, str, type(None))) else str(type(t))
 
-    leaves = tuple(what(t) for t in tree_leaves((args, kwargs)))
-    modes = tuple(m.training for m in model.modules())
-    return leaves, engine.groups.batch, engine.groups.c is None, additive, engine.reduction, modes
+    leaves = tuple(what(t) for t in tree_leaves(trial.inputs))
+    modes = tuple(m.training for m in trial.model.modules())
+    groups = trial.mini.groups
+    return leaves, groups.batch, groups.c is None, additive, trial.mini.reduction, modes
 
 
-def verify(engine: Engine, module: nn.Module, args: Any, kwargs: Any, additive: bool = True) -> None:
+def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive: bool = True) -> None:
     """Check the model on these inputs, once per shape."""
-    model = getattr(module, "_orig_mod", module)
-    key = signature(engine, model, args, kwargs, additive)
-    if key in engine.checked:
+    trial = Trial(mini, getattr(module, "_orig_mod", module), (args, kwargs))
+    key, facts, groups = _signature(trial, additive), mini.facts, mini.groups
+    if key in facts.findings.checked:
         return
-    groups = engine.groups
     last = groups.kappa - 1
-    ghosts = any(isinstance(m, _BatchNorm) and (m.training or m.running_mean is None) for m in model.modules())
+    ghostly = any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules())
     seen = False  # whether any two micro-batches differ, so that there was something to see
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
-            base, outputs = run(engine, model, args, kwargs)
-            uses, written = dict(engine.uses), engine.written
+            base, outputs = trial.run()
+            uses, written = base.uses, base.written
             alone = [o for o in outputs if isinstance(o, Lifted)]
-            _find_leaks(engine, outputs)
+            _find_leaks(mini, outputs)
             outputs = freed(outputs)
-            if not ghosts:
-                _compare_forward(engine, model, args, kwargs, outputs)
+            if not ghostly:
+                _compare_forward(trial, outputs)
             settled = True
             for k in {0, last}:
-                (a, kw), visible = _exchange((args, kwargs), groups, (k,))
+                inputs, visible = _exchange(trial.inputs, groups, (k,))
                 if not visible:
                     continue
                 seen = True
-                other, changed = run(engine, model, a, kw, freed)
-                settled = _compare_uses(engine, base, other, k)
+                other, changed = trial.on(inputs).run(freed)
+                settled = _compare_uses(mini, base, other, k)
                 if not settled:
                     break  # reclassified: what was recorded no longer holds
                 _compare_outputs(groups, outputs, changed, k)
                 del other, changed  # they hold the inputs of every layer
-            if settled and _compare_shapes(engine, model, args, kwargs, base):
+            if settled and _compare_shapes(trial, base):
                 break
         else:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
         for o in alone:
             raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
         del base
-        _compare_unrounded(engine, model, args, kwargs)
-        _check_buffers(engine, model, args, kwargs, written)
+        _compare_unrounded(trial)
+        _check_buffers(trial, written)
         if additive:
-            _check_additive(engine, model, args, kwargs, outputs)
-            _check_mean(engine, model, args, kwargs, outputs)
-        for entry in engine.entries.values():
-            entry.tied = entry.tied or uses.get(entry.name, 0) > 1
-        if not engine.compilable or coincides(engine, args, kwargs):
-            check_gradients(engine, model, args, kwargs)
-    if seen:
-        engine.checked.add(key)
-    engine.compilable = True
+            _check_additive(trial, outputs)
+            _check_mean(trial, outputs)
+        for entry in facts.order:
+            entry.tied = entry.tied or uses[entry.name] > 1
+        if not facts.findings.passed or coincides(trial):
+            check_gradients(trial)
+    facts.find(passed=True, checked=facts.findings.checked | ({key} if seen else set()))
 
 
-def _compare_forward(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
-    """The forward through the rules must be the model's own (batch norm apart, whose statistics
-    change)."""
-    with plainly(engine):
-        _, plain = run(engine, model, args, kwargs, freed)
+def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
+    """The forward through the rules must be the model's own; not that of a batch norm, whose statistics change."""
+    with trial.plainly():
+        plain = trial.outputs()
     for a, b in zip(outputs, plain, strict=False):
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not close(a, b, slack=100):
             raise UnsupportedUse(
@@ -150,32 +144,29 @@ def _compare_forward(engine: Engine, model: nn.Module, args: Any, kwargs: Any, o
             )
 
 
-def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bool:
-    """Compare two runs; returns False where a use had to be reclassified and the runs must be
-    repeated."""
-    groups = engine.groups
+def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> bool:
+    """Compare two runs; returns False where a use had to be reclassified and the runs must be repeated."""
+    groups, facts = mini.groups, mini.facts
     settled = True
     for site in base.records.keys() | other.records.keys():
-        names, name = site
+        found = facts.findings
         first, second = base.records.get(site, []), other.records.get(site, [])
-        if any(r.axis is None and r.ids is None for r in first):
-            pairs = zip(first, second, strict=False)
-            moved = any(not close(r.x, s.x) for r, s in pairs if r.axis is None and r.ids is None)
-            if moved:
-                if site in engine.bound:
-                    raise _unclear(names, name)
-                engine.free.discard(site)  # it was only the same for the samples exchanged before
-                engine.bound.add(site)
-                settled = False
-                continue
+        constants = [(r.x, s.x) for r, s in zip(first, second, strict=False) if r.axis is None and r.ids is None]
+        if any(not close(x, y) for x, y in constants):
+            if site in found.batched:
+                raise _unclear(site)
+            # It was only the same for the samples exchanged before.
+            facts.find(constant=found.constant - {site}, batched=found.batched | {site})
+            settled = False
+            continue
         if not _rows_agree(first, second, groups, changed):
             axis = _other_axis(first, second, groups, changed)
-            if axis is not None and site not in engine.axes:
-                engine.axes[site] = axis
+            if axis is not None and site not in found.axes:
+                facts.find(axes={**found.axes, site: axis})
                 settled = False
                 continue
             raise UnsupportedUse(
-                f"{names} goes through {name} on rows that change when samples of another "
+                f"{site[0]} goes through {site[1]} on rows that change when samples of another "
                 "micro-batch change: the samples are mixed, permuted or not where batch_dim says; "
                 "keep the batch in its dimension and samples apart, or loop over micro-batches"
             )
@@ -186,49 +177,41 @@ def _compare_uses(engine: Engine, base: Probe, other: Probe, changed: int) -> bo
             if torch.equal(r.x, s.x) and not close(along[:1].expand_as(along), along):
                 # Not touched by the exchange and not the same for all samples: a constant whose
                 # size happens to fit. Not "close": beside one large sample all others are.
-                if site not in engine.bound:
-                    engine.free.add(site)
+                if site not in found.batched:
+                    facts.find(constant=found.constant | {site})
                     settled = False
                 break
     return settled
 
 
-def _compare_shapes(engine: Engine, model: nn.Module, args: Any, kwargs: Any, base: Probe) -> bool:
-    """Compare with a run of a few micro-batches: what is as large there as here is not of the batch.
+def _compare_shapes(trial: Trial, base: Probe) -> bool:
+    """Compare with a run of a few micro-batches: a tensor that is as large there as here is not batched.
 
-    So is found a constant whose rows are all the same, as the types of tokens, of a length that is the batch's.
+    This finds a constant whose length is the batch's and whose rows are all the same, as the types of tokens are.
     Returns False where a use had to be reclassified.
     """
-    kappa = engine.groups.kappa
-    few = few_of(engine, args, kwargs)
+    facts, kappa, few = trial.mini.facts, trial.mini.groups.kappa, few_of(trial)
     try:
-        with of_few(engine, args, kwargs, few if few < kappa else kappa // 2) as (a, kw):
-            other, _ = run(engine, model, a, kw, freed)
+        with trial.of_few(few if few < kappa else kappa // 2) as small:
+            other, _ = small.run(freed)
     except Exception:  # that it does not run on a few alone is for the loop to say
         return True
     settled = True
     for site, records in base.records.items():
         same = {r.x.shape for r in other.records.get(site, ()) if r.ids is None and (r.axis is None or not r.varies)}
         if any(r.axis is not None and not r.varies and r.x.shape in same for r in records):
-            if site in engine.bound:
-                raise _unclear(*site)
-            engine.free.add(site)
+            if site in facts.findings.batched:
+                raise _unclear(site)
+            facts.find(constant=facts.findings.constant | {site})
             settled = False
     return settled
 
 
 def _rows_agree(first: list[Record], second: list[Record], groups: Groups, changed: int) -> bool:
     """Whether the rows of the groups that were left alone are the same in two runs."""
-    left, right = (
-        [
-            x
-            for r in records
-            if r.axis is not None or r.ids is not None
-            for x in [_outside(r, groups, changed)]
-            if len(x)
-        ]
-        for records in (first, second)
-    )
+    placed = ([r for r in records if r.axis is not None or r.ids is not None] for records in (first, second))
+    rows = ([_outside(r, groups, changed) for r in records] for records in placed)
+    left, right = ([x for x in each if len(x)] for each in rows)
     return len(left) == len(right) and all(close(x, y) for x, y in zip(left, right, strict=True))
 
 
@@ -244,9 +227,9 @@ def _other_axis(first: list[Record], second: list[Record], groups: Groups, chang
     return None
 
 
-def _unclear(names: str, name: str) -> UnsupportedUse:
+def _unclear(site: Site) -> UnsupportedUse:
     return UnsupportedUse(
-        f"{names} goes through {name} both with the batch and with constants of the batch's size; "
+        f"{site[0]} goes through {site[1]} both with the batch and with constants of the batch's size; "
         "choose another batch size, or loop over micro-batches"
     )
 
@@ -255,41 +238,41 @@ def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: 
     for a, b in zip(outputs, changed, strict=False):
         if not isinstance(a, Tensor) or not a.requires_grad or a.shape != b.shape:
             continue
-        axes = [d for d, n in enumerate(a.shape) if n == groups.batch]
-        if axes and not any(
-            close(_outside(Record(a, None, d), groups, k), _outside(Record(b, None, d), groups, k), slack) for d in axes
-        ):
+        records = [(Record(a, None, d), Record(b, None, d)) for d, n in enumerate(a.shape) if n == groups.batch]
+        others = ([_outside(r, groups, k) for r in both] for both in records)
+        if records and not any(close(x, y, slack) for x, y in others):
             raise UnsupportedUse(
-                "the model's output for one sample depends on samples of other micro-batches, so "
-                "its loss is not a mean over micro-batches (batch statistics? in-batch "
-                "negatives?); loop over micro-batches"
+                "the model's output for one sample depends on samples of other micro-batches, so its loss is not a "
+                "mean over micro-batches (batch statistics? in-batch negatives?); loop over micro-batches"
             )
 
 
-def _compare_unrounded(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
-    """The exchange once more where autocast is on, without it and on a few micro-batches.
+def _compare_unrounded(trial: Trial) -> None:
+    """Where autocast is on, exchange samples once more, without it and on a few micro-batches.
 
-    What one of many does to the others is less than autocast rounds; and the loop does not see it in a model that draws
-    random numbers, which is held against it in eval mode.
+    One of many micro-batches may change the others by less than autocast rounds. The loop does not see that in a model
+    that draws random numbers, which is held against it in eval mode.
     """
-    kinds = {entry.param.device.type for entry in engine.entries.values()}
-    few = min(few_of(engine, args, kwargs), engine.groups.batch // engine.groups.micro, 7)
+    mini = trial.mini
+    kinds = {entry.param.device.type for entry in mini.facts.order}
+    few = min(few_of(trial), mini.groups.batch // mini.groups.micro, 7)
     if few < 2 or not any(map(torch.is_autocast_enabled, kinds)):
         return
-    with of_few(engine, args, kwargs, few) as (a, kw), ExitStack() as stack:
+    with trial.of_few(few) as small, ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        (b, kwb), visible = _exchange((a, kw), engine.groups, (0,))
+        inputs, visible = _exchange(small.inputs, mini.groups, (0,))
         try:
-            before, after = (run(engine, model, *inputs, freed)[1] for inputs in ((a, kw), (b, kwb)))
+            before, after = small.outputs(), small.on(inputs).outputs()
         except Exception:  # it needs autocast
             return
         if visible:
-            _compare_outputs(engine.groups, before, after, 0, slack=100)  # of a few, each moves the others much
+            _compare_outputs(mini.groups, before, after, 0, slack=100)  # of a few, each moves the others much
 
 
-def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, written: set[str]) -> None:
-    """Buffers that a forward changes must be after it as after the loop: it would change them κ times."""
+def _check_buffers(trial: Trial, written: set[str]) -> None:
+    """Buffers that a forward changes must end up as after the loop, which would change them κ times."""
+    model = trial.model
     for path, m in model.named_modules():
         if isinstance(m, _SpectralNorm) and m.training:  # nearly converged at first, so that a comparison could miss it
             raise UnsupportedUse(
@@ -305,15 +288,14 @@ def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, wri
         return [model.get_buffer(name).clone() for name in names]
 
     def loop(_: Any) -> list[Tensor]:
-        for k in range(1, engine.groups.kappa):
-            a, kw = cut((args, kwargs), engine.groups, k)
-            model(*a, **kw)
+        for k in range(1, trial.mini.groups.kappa):
+            args, kwargs = trial.cut(k).inputs
+            model(*args, **kwargs)
         return values(None)
 
-    got = run(engine, model, args, kwargs, values)[1]
-    with plainly(engine):
-        a, kw = cut((args, kwargs), engine.groups, 0)
-        wants = run(engine, model, a, kw, loop)[1]
+    got = trial.run(values)[1]
+    with trial.plainly():
+        wants = trial.cut(0).run(loop)[1]
     for name, x, y in zip(names, got, wants, strict=True):
         if not close(x, y):
             raise UnsupportedUse(
@@ -323,48 +305,47 @@ def _check_buffers(engine: Engine, model: nn.Module, args: Any, kwargs: Any, wri
             )
 
 
-def _check_additive(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
-    """A scalar output that is not a sum over micro-batches has no micro-batch gradients that add up
-    to it."""
-    losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
+def _losses(outputs: list[Any]) -> list[int]:
+    return [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
+
+
+def _check_additive(trial: Trial, outputs: list[Any]) -> None:
+    """A scalar output that is not a sum over micro-batches has no micro-batch gradients that add up to it."""
+    losses, groups = _losses(outputs), trial.mini.groups
     if not losses:
         return
-    last = engine.groups.kappa - 1
+    last = groups.kappa - 1
     values = []
     for changed in ((), (0,), (last,), (0, last)):
-        (a, kw), _ = _exchange((args, kwargs), engine.groups, changed)
-        values.append(run(engine, model, a, kw, lambda outs: {i: float(outs[i].detach()) for i in losses})[1])
+        other = trial.on(_exchange(trial.inputs, groups, changed)[0])
+        values.append(other.run(lambda outs: {i: float(outs[i].detach()) for i in losses})[1])
     for i in losses:
         v = [each[i] for each in values]
         scale = max(abs(x) for x in v)
         tolerance = 10 * TOLERANCE.get(outputs[i].dtype, 1e-3)
         if abs(v[3] - v[2] - v[1] + v[0]) > tolerance * scale:
             raise UnsupportedUse(
-                "the model's scalar output is not a mean over micro-batches: changing two of them "
-                f"together changes it by {v[3] - v[0]:.6g}, one by one by "
-                f"{v[1] + v[2] - 2 * v[0]:.6g}. Unequal numbers of tokens need weights=; "
-                "batch-wide terms (load balancing, in-batch negatives) need the loop"
+                "the model's scalar output is not a mean over micro-batches: changing two of them together changes it "
+                f"by {v[3] - v[0]:.6g}, one by one by {v[1] + v[2] - 2 * v[0]:.6g}. Unequal numbers of tokens need "
+                "weights=; batch-wide terms (load balancing, in-batch negatives) need the loop"
             )
 
 
-def _check_mean(engine: Engine, model: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> None:
+def _check_mean(trial: Trial, outputs: list[Any]) -> None:
     """A scalar output must be the mean of what the micro-batches give alone, by their samples.
 
     A model that draws random numbers is let pass: alone, its micro-batches draw others.
     """
-    groups = engine.groups
-    losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
-    if not losses or engine.reduction != "mean" or groups.c is not None:
+    losses, groups = _losses(outputs), trial.mini.groups
+    if not losses or trial.mini.reduction != "mean" or groups.c is not None:
         return
 
     def alone_at(k: int) -> dict[int, Tensor]:
-        a, kw = cut((args, kwargs), groups, k)
-        found: dict[int, Tensor] = run(engine, model, a, kw, lambda outs: {i: outs[i] for i in losses})[1]
-        return found
+        return dict(trial.cut(k).run(lambda outs: {i: outs[i] for i in losses})[1])
 
-    with torch.no_grad(), plainly(engine):
+    with torch.no_grad(), trial.plainly():
         alone = [alone_at(k) for k in range(groups.kappa)]
-        with redrawn(engine):
+        with trial.redrawn():
             again = alone_at(0)
     for i in losses:
         if not close(alone[0][i], again[i]):
@@ -378,12 +359,9 @@ def _check_mean(engine: Engine, model: nn.Module, args: Any, kwargs: Any, output
             )
 
 
-def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
+def _find_leaks(mini: MiniBatch, outputs: list[Any]) -> None:
     """A custom autograd.Function takes parameters without being seen: find it in the graph."""
-    from . import functions
-
-    ours = {v for v in vars(functions).values() if isinstance(v, type)}
-    by_param = {id(e.param): e for e in engine.entries.values()}
+    by_param = {id(e.param): e for e in mini.facts.order}
     stack = [o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None]
     seen = set(stack)
     while stack:
@@ -393,7 +371,7 @@ def _find_leaks(engine: Engine, outputs: list[Any]) -> None:
             if parent is None:
                 continue
             entry = by_param.get(id(getattr(parent, "variable", None)))
-            if entry is not None and maker is not None and maker not in ours:
+            if entry is not None and maker is not None and not issubclass(maker, Squaring):
                 raise UnsupportedUse(
                     f"{entry.name} goes through {maker.__name__}, a custom autograd.Function that "
                     "hides it; write it with torch operations, or loop over micro-batches"

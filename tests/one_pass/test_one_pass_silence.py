@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import invariant_adam as ia
 from invariant_adam.kernels.gemm_square import gemm_square
-from invariant_adam.one_pass import probe
+from invariant_adam.one_pass.verify import probe
 from invariant_adam_lab.bench.memory import growth
 from invariant_adam_lab.models import build
 

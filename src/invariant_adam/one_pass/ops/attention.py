@@ -1,28 +1,29 @@
-"""`nn.MultiheadAttention`: handled whole, because inside it the data is (T, B, E), the batch
-second."""
+"""Attention.
+
+`nn.MultiheadAttention` is handled whole, because inside it the data is (T, B, E), the batch second. Its projections are
+products (see `linear`).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import dispatch, rule
-from .groups import UnsupportedUse
-from .handles import Handle, lift
-from .rules import linear_with
+from ..dispatch import dispatch
+from ..groups import UnsupportedUse
+from ..mini_batch import MiniBatch
+from ..weight import Handle, lift, names_of
+from . import base
+from .linear import linear_with, products
 
-if TYPE_CHECKING:
-    from .engine import Engine
 
-
-def _rows(engine: Engine, weight: Any, sizes: list[int]) -> list[Any]:
-    """A packed weight's rows apart. Disjoint rows share no element, so their squares need no cross
-    terms."""
-    h = engine.handle_of(weight)
+def _rows(mini: MiniBatch, weight: Any, sizes: list[int]) -> list[Any]:
+    """A packed weight's rows apart. Disjoint rows share no element, so their squares need no cross terms."""
+    h = mini.handle_of(weight)
     if h is None:
         return [None] * len(sizes) if weight is None else list(weight.split(sizes))
     tags = torch.split(h.tag, sizes, dim=1 if h.grouped else 0)
@@ -35,26 +36,26 @@ def _rows(engine: Engine, weight: Any, sizes: list[int]) -> list[Any]:
 
 
 def _project(
-    engine: Engine, query: Tensor, key: Tensor, value: Tensor, weight: Any, bias: Any, separate: Any
+    mini: MiniBatch, query: Tensor, key: Tensor, value: Tensor, weight: Any, bias: Any, separate: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v (T, B, E) from packed or separate projections."""
     E = query.shape[-1]
 
     def apply(x: Tensor, w: Any, b: Any) -> Tensor:
-        return linear_with(engine, "multi_head_attention", x, w, b, axis=1)  # type: ignore[no-any-return]
+        return linear_with(mini, "multi_head_attention", x, w, b, axis=1)  # type: ignore[no-any-return]
 
     if separate is not None:
-        b = _rows(engine, bias, [E, E, E])
+        b = _rows(mini, bias, [E, E, E])
         q, k, v = (apply(x, w, c) for x, w, c in zip((query, key, value), separate, b, strict=True))
         return q, k, v
     if query is key and key is value:
         q, k, v = apply(query, weight, bias).chunk(3, dim=-1)
         return q, k, v
     if key is value:
-        w, b = _rows(engine, weight, [E, 2 * E]), _rows(engine, bias, [E, 2 * E])
+        w, b = _rows(mini, weight, [E, 2 * E]), _rows(mini, bias, [E, 2 * E])
         k, v = apply(key, w[1], b[1]).chunk(2, dim=-1)
         return apply(query, w[0], b[0]), k, v
-    w, b = _rows(engine, weight, [E, E, E]), _rows(engine, bias, [E, E, E])
+    w, b = _rows(mini, weight, [E, E, E]), _rows(mini, bias, [E, E, E])
     return apply(query, w[0], b[0]), apply(key, w[1], b[1]), apply(value, w[2], b[2])
 
 
@@ -64,61 +65,37 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-@rule("multi_head_attention_forward")
+@base.operation("multi_head_attention_forward", "multi_head_attention", line=products)
 def multi_head_attention(
-    engine: Engine,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    static_k: Any = None,
-    static_v: Any = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
+    mini: MiniBatch, func: Any, query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
+    in_proj_weight: Any, in_proj_bias: Any, bias_k: Any, bias_v: Any, add_zero_attn: bool, dropout_p: float,
+    out_proj_weight: Any, out_proj_bias: Any, training: bool = True, key_padding_mask: Any = None,
+    need_weights: bool = True, attn_mask: Any = None, use_separate_proj_weight: bool = False, q_proj_weight: Any = None,
+    k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
+    average_attn_weights: bool = True, is_causal: bool = False,
+) -> Any:  # fmt: skip
     """Self- and cross-attention with packed or separate projections."""
-    held = [engine.handle_of(t) for t in (in_proj_weight, q_proj_weight, out_proj_weight)]
+    names = names_of([mini.handle_of(t) for t in (in_proj_weight, q_proj_weight, out_proj_weight)])
     if query.ndim != 3:
-        raise UnsupportedUse(f"{engine.names(held)} goes through attention without a batch dimension; add one")
+        raise UnsupportedUse(f"{names} goes through attention without a batch dimension; add one")
     extra = bias_k is not None or add_zero_attn or static_k is not None or static_v is not None
-    if extra or any(engine.holds(t) for t in (query, key, value)):
+    if extra or any(mini.holds(t) for t in (query, key, value)):
         raise UnsupportedUse(
-            f"{engine.names(held)} goes through attention with add_bias_kv, add_zero_attn, static "
-            "keys or inputs made from parameters alone; leave them out, or loop over micro-batches"
+            f"{names} goes through attention with add_bias_kv, add_zero_attn, static keys or inputs made from "
+            "parameters alone; leave them out, or loop over micro-batches"
         )
     for t in (query, key, value):
-        if t.shape[1] % engine.groups.batch:
+        if t.shape[1] % mini.groups.batch:
             raise UnsupportedUse(
-                f"{engine.names(held)} goes through attention with an input of {t.shape[1]} "
-                f"sequences for a batch of {engine.groups.batch} samples; keep every sample's "
-                "sequences together"
+                f"{names} goes through attention with an input of {t.shape[1]} sequences for a batch of "
+                f"{mini.groups.batch} samples; keep every sample's sequences together"
             )
     length, rows, E = query.shape
     source, width = key.shape[0], E // num_heads
     separate = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
-    q, k, v = _project(engine, query, key, value, in_proj_weight, in_proj_bias, separate)
+    q, k, v = _project(mini, query, key, value, in_proj_weight, in_proj_bias, separate)
     # (T, B, E) -> (B, H, T, E/H)
-    q, k, v = (
-        t.reshape(n, rows, num_heads, width).permute(1, 2, 0, 3) for t, n in ((q, length), (k, source), (v, source))
-    )
+    q, k, v = (t.reshape(len(t), rows, num_heads, width).permute(1, 2, 0, 3) for t in (q, k, v))
     mask = _additive(attn_mask, q.dtype)
     if mask is not None and mask.ndim == 3:
         mask = mask.view(rows, num_heads, length, source)
@@ -137,26 +114,16 @@ def multi_head_attention(
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=is_causal and mask is None)
     out = out.permute(2, 0, 1, 3).reshape(length, rows, E)
-    out = linear_with(engine, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1)
-    return out, weights
+    return linear_with(mini, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1), weights
 
 
-@rule("scaled_dot_product_attention")
+@base.operation("scaled_dot_product_attention")
 def scaled_dot_product_attention(
-    engine: Engine,
-    func: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Attention with a learned bias for a mask, in plain operations: the fused kernels do not
-    differentiate it."""
-    if any(engine.holds(t) for t in (query, key, value)):
+    mini: MiniBatch, func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Attention with a learned bias for a mask, in plain operations: the fused kernels do not differentiate it."""
+    if any(mini.holds(t) for t in (query, key, value)):
         return NotImplemented
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]

@@ -1,98 +1,82 @@
 """Hold the gradients and squares of one pass against a loop over micro-batches, cut from the same inputs.
 
-Two of them where outputs can be masked to two; all, where the only output is a scalar. Nothing is refused but by
-float64, where the model can be run in it.
+Two micro-batches are compared where outputs can be masked to two; all, where the only output is a scalar. A model is
+refused by its numbers in float64 alone, where it can be run in that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .groups import Groups, UnsupportedUse
-from .probe import close, cut, differentiable, freed, plainly, redrawn, run
-from .routing import sample_groups
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .handles import Entry
+from ..groups import UnsupportedUse
+from ..routing import sample_groups
+from ..weight import Entry
+from .probe import Trial, close, differentiable
 
 # How far a gradient may be from the loop's, relative, by bytes per element. float64 leaves room for models that compute
 # parts in float32; the others are for models that cannot run in float64, where a ReLU may turn on rounding.
 AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
 
 
-def check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
+def check_gradients(trial: Trial) -> None:
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
-    Where another size is the batch's, a few do not tell whether one was taken for the other: then also against a loop
-    over all of them, in the model's own precision: float64 takes several times the memory of an update, and is for
-    what disagrees.
-
-    A model that draws random numbers is held against it in eval mode: the loop would draw others.
+    Where another size is the batch's, a few do not tell whether one was taken for the other. Then it is also held
+    against a loop over all, in the model's own precision: float64 takes several times the memory of an update, and is
+    for what disagrees. A model that draws random numbers is held in eval mode, since the loop would draw others.
     """
-    few = few_of(engine, args, kwargs)
-    if few < engine.groups.kappa:
+    few = few_of(trial)
+    if few < trial.mini.groups.kappa:
         try:
-            with of_few(engine, args, kwargs, few) as (a, kw):
-                _check_gradients(engine, model, a, kw)
-            if coincides(engine, args, kwargs):
-                _check_gradients(engine, model, args, kwargs, precise=False)
+            with trial.of_few(few) as small:
+                _check_gradients(small)
+            if coincides(trial):
+                _check_gradients(trial, precise=False)
             return
         except UnsupportedUse:
             pass  # perhaps by rounding alone, or because another size is that of the few
-    _check_gradients(engine, model, args, kwargs)
+    _check_gradients(trial)
 
 
-@contextmanager
-def of_few(engine: Engine, args: Any, kwargs: Any, few: int) -> Iterator[tuple[Any, Any]]:
-    """The first `few` micro-batches of the inputs, which are all there are in here."""
-    groups = engine.groups
-    engine.groups = Groups(few * groups.micro, groups.micro, groups.axis)
-    try:
-        yield cut((args, kwargs), groups, 0, few)
-    finally:
-        engine.groups = groups
-
-
-def coincides(engine: Engine, args: Any, kwargs: Any) -> bool:
+def coincides(trial: Trial) -> bool:
     """Whether another size is the batch's, so that one may be taken for the other."""
-    return engine.groups.batch in _sizes(engine, args, kwargs)
+    return trial.mini.groups.batch in _sizes(trial)
 
 
-def _sizes(engine: Engine, args: Any, kwargs: Any) -> set[int]:
+def _sizes(trial: Trial) -> set[int]:
     """All sizes in sight that are not the batch's own."""
-    sizes = {n for entry in engine.entries.values() for n in entry.param.shape}
-    for t in tree_leaves((args, kwargs)):
+    sizes = {n for entry in trial.mini.facts.order for n in entry.param.shape}
+    for t in tree_leaves(trial.inputs):
         if isinstance(t, Tensor):
-            sizes.update(n for d, n in enumerate(t.shape) if d != engine.groups.axis)
+            sizes.update(n for d, n in enumerate(t.shape) if d != trial.mini.groups.axis)
     return sizes
 
 
-def few_of(engine: Engine, args: Any, kwargs: Any) -> int:
+def few_of(trial: Trial) -> int:
     """How many micro-batches to hold against the loop: four or so, unless that would make a coincidence."""
-    groups = engine.groups
+    groups = trial.mini.groups
     if groups.c is not None:
         return groups.kappa
-    sizes = _sizes(engine, args, kwargs)
+    sizes = _sizes(trial)
     fit = [k for k in (4, 5, 6, 7, 3) if k * groups.micro < groups.batch and k * groups.micro not in sizes]
     # A length that is a multiple could be taken for the batch's as well.
     return min(fit, key=lambda k: any(n % (k * groups.micro) == 0 for n in sizes), default=groups.kappa)
 
 
-def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any, precise: bool = True) -> None:
-    a, kw = cut((args, kwargs), engine.groups, 0)
+def _check_gradients(trial: Trial, precise: bool = True) -> None:
+    one = trial.cut(0)
     try:
-        with plainly(engine):
-            first = differentiable(run(engine, model, a, kw, freed)[1])
-            with redrawn(engine):
-                second = differentiable(run(engine, model, a, kw, freed)[1])
+        with trial.plainly():
+            first = differentiable(one.outputs())
+            with trial.redrawn():
+                second = differentiable(one.outputs())
     except Exception as error:
         raise UnsupportedUse(
             "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
@@ -100,11 +84,11 @@ def _check_gradients(engine: Engine, model: nn.Module, args: Any, kwargs: Any, p
         ) from error
     still = all(close(a, b) for a, b in zip(first, second, strict=False))
     del first, second
-    with nullcontext() if still else _evaluating(model):
+    with nullcontext() if still else _evaluating(trial.model):
         for double in (True, False) if precise else (False,):  # or the model insists on its own precision
             try:
-                with _in_double(engine, model, args, kwargs) if double else nullcontext((args, kwargs)) as (a, kw):
-                    _hold_against_loop(engine, model, a, kw)
+                with _in_double(trial) if double else nullcontext(trial) as twin:
+                    _hold_against_loop(twin)
                 return
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 if "use_reentrant" in str(error):
@@ -125,13 +109,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_double(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _in_double(trial: Trial) -> Iterator[Trial]:
     """The model and its inputs in float64, so that rounding is not taken for a mistake, nor a mistake for rounding.
 
     In float32 one activation that rounds to the other side of a ReLU moves a gradient by a thousandth.
     """
+    model, inputs = trial.model, trial.inputs
     held: list[tuple[Tensor, Tensor]] = []
-    companions = [(entry, entry.companion) for entry in engine.entries.values()]
+    companions = [(entry, entry.companion) for entry in trial.mini.facts.order]
     try:
         with ExitStack() as stack:
             for kind in {p.device.type for p in model.parameters()}:
@@ -144,7 +129,7 @@ def _in_double(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Iter
             for entry, old in companions:
                 zero = torch.zeros((), dtype=torch.float64, device=old.device)
                 entry.companion = zero.expand(old.shape).requires_grad_()
-            yield tree_map(_as_double, (args, kwargs))
+            yield trial.on(tree_map_only(Tensor, lambda t: t.detach().double() if t.is_floating_point() else t, inputs))
     finally:
         with torch._C.DisableTorchFunctionSubclass():
             for t, data in held:
@@ -153,34 +138,24 @@ def _in_double(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> Iter
             entry.companion = old
 
 
-def _as_double(t: Any) -> Any:
-    return t.detach().double() if isinstance(t, Tensor) and t.is_floating_point() else t
-
-
-def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any) -> None:
-    groups = engine.groups
-    entries = list(engine.entries.values())
+def _hold_against_loop(trial: Trial) -> None:
+    mini, groups, entries = trial.mini, trial.mini.groups, trial.mini.facts.order
     params, companions = [e.param for e in entries], [e.companion for e in entries]
-    full = differentiable(run(engine, model, args, kwargs, freed)[1])
+    full = differentiable(trial.outputs())
     batched = any(groups.batch in o.shape for o in full)
     kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
-    with plainly(engine):
-        a, kw = cut((args, kwargs), groups, 0)
-        small = differentiable(run(engine, model, a, kw, freed)[1])
+    with trial.plainly():
+        small = differentiable(trial.cut(0).outputs())
     if len(small) != len(full):
         raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
-    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a
-    # scalar.
+    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a scalar.
     generator = torch.Generator().manual_seed(0)
     seeds: list[Tensor] = []
     axes: list[int | None] = []
     for o, piece in zip(full, small, strict=True):
         rows = min(groups.micro, groups.batch)
-        where = [
-            d
-            for d, n in enumerate(o.shape)
-            if n == groups.batch and piece.shape == (*o.shape[:d], rows, *o.shape[d + 1 :])
-        ]
+        like = [(*o.shape[:d], rows, *o.shape[d + 1 :]) for d in range(o.ndim)]
+        where = [d for d, n in enumerate(o.shape) if n == groups.batch and piece.shape == like[d]]
         axes.append(where[0] if where else None)
         seed = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)
         if not where:  # not samples: the loss, where there is nothing else
@@ -189,31 +164,29 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
     if not any(bool(s.any()) for s in seeds):
         return
     c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()
-    wants: list[Any] = [None] * len(entries)
-    squares: list[Any] = [None] * len(entries)
+    wants: dict[int, Tensor] = {}
+    squares: dict[int, Tensor] = {}
     for k in kept:
         lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
         # A micro-batch's own mean is W/W_k = κ c_k times its share of the mini-batch's, which is what the cotangents
         # are in one pass. So are the loop's, that many times as large: a hook that clamps them is seen.
-        times = groups.kappa * c[k] if engine.reduction == "mean" else 1.0
+        times = groups.kappa * c[k] if mini.reduction == "mean" else 1.0
         larger = times or 1.0
         theirs = [s if d is None else larger * s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
-        with plainly(engine):
-            a, kw = cut((args, kwargs), groups, k)
-            grads = _grad(engine, model, a, kw, params, theirs)
+        with trial.plainly():
+            grads = _grad(trial.cut(k), params, theirs)
         share = 1 / larger if batched or times else 0.0
         for i, g in enumerate(grads):
             if g is not None:
                 s = share * g.double()
-                wants[i] = s if wants[i] is None else wants[i] + s
-                square = c[k] * s.square()
-                squares[i] = square if squares[i] is None else squares[i] + square
+                wants[i] = wants.get(i, 0) + s
+                squares[i] = squares.get(i, 0) + c[k] * s.square()
     for s, d in zip(seeds, axes, strict=True):
         if d is not None:
             ids = sample_groups(groups, groups.batch, s.device)
             left_out = torch.tensor([k not in kept for k in range(groups.kappa)], device=s.device)
             s.movedim(d, 0)[left_out[ids]] = 0
-    got = _grad(engine, model, args, kwargs, params + companions, seeds)
+    got = _grad(trial, params + companions, seeds)
     for i, entry in enumerate(entries, len(entries)):
         square = got[i]
         got[i] = None if square is None else entry.shaped(square)
@@ -222,43 +195,36 @@ def _hold_against_loop(engine: Engine, model: nn.Module, args: Any, kwargs: Any)
     _compare_gradients(entries, got, wants, squares)
 
 
-def _grad(
-    engine: Engine,
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    leaves: list[Tensor],
-    seeds: list[Tensor],
-) -> list[Tensor | None]:
+def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
     def differentiate(outputs: list[Any]) -> list[Tensor | None]:
-        engine.probe = None  # checkpoints recompute their forward in here
+        trial.mini.probe = None  # checkpoints recompute their forward in here
         # Edges instead of parameters, which would send the whole backward through `dispatch`.
         with torch._C.DisableTorchFunctionSubclass():
             edges = [get_gradient_edge(t) for t in leaves]
         return list(torch.autograd.grad(differentiable(outputs), edges, seeds, allow_unused=True))
 
-    result: list[Tensor | None] = run(engine, model, args, kwargs, differentiate)[1]
-    return result
+    return list(trial.run(differentiate)[1])
 
 
 def _rms(t: Tensor) -> float:
     return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
 
 
-def _compare_gradients(entries: list[Entry], got: list[Any], wants: list[Any], squares: list[Any]) -> None:
+def _compare_gradients(
+    entries: list[Entry], got: list[Any], wants: dict[int, Tensor], squares: dict[int, Tensor]
+) -> None:
     """Every parameter's gradient and square, by the root mean square of what differs."""
-    largest = max([_rms(w) for w in wants if w is not None] or [0.0])
+    largest = max(map(_rms, wants.values()), default=0.0)
     wrong = []
     for i, entry in enumerate(entries):
-        want, square = wants[i], squares[i]
-        entry.reached = want is not None
-        if want is None or not want.numel():
+        entry.reached = i in wants
+        if i not in wants or not entry.size:
             continue
         reduced = torch.is_autocast_enabled(entry.param.device.type)
         tolerance = AGREEMENT[2] if reduced else AGREEMENT.get(entry.param.dtype.itemsize, AGREEMENT[2])
         grad, sq = got[i], got[i + len(entries)]
         floor = 1e-3 * largest  # a gradient that is zero but for rounding has no scale of its own
-        for kind, a, b, least in (("gradient", grad, want, floor), ("square", sq, square, floor**2)):
+        for kind, a, b, least in (("gradient", grad, wants[i], floor), ("square", sq, squares[i], floor**2)):
             size = max(_rms(b), least)
             difference = float("inf") if a is None else _rms(a.double() - b)
             if size and not difference <= tolerance * size:

@@ -1,0 +1,263 @@
+"""`MiniBatch`: the mini-batch under way in an open context, and what the rules of operations ask of it.
+
+How it is divided, where the batch is in a tensor, and which values have a handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .groups import Groups, UnsupportedUse, without_samples
+from .ops.base import copies
+from .routing import Routed, routed
+from .weight import Entry, Handle, Held, Lifted, OnePassParameter, Weight, apart, names_of, same
+
+if TYPE_CHECKING:
+    from .into import Sink
+    from .model import ModelFacts
+    from .ops.batch_norm import Statistics
+    from .verify.probe import Probe
+
+# Elements of a vector up to which a compiled graph returns its pair like any gradient, so that it may wait for others
+# to share a launch with: what an operator is given must be folded at once.
+SMALL = 1 << 16
+
+
+class Mode(Enum):
+    """What happens to an operation on a parameter."""
+
+    WAITING = "no forward has shown the mini-batch yet: refuse it"
+    PLAIN = "run it as it is: the mini-batch is one micro-batch, or a check runs its loop"
+    OUTSIDE = "follow it outside of the model's forward, where no check has looked: accept what cannot be misread"
+    GROUPED = "follow it, group by group, in a forward of the model"
+    CHECKING = "follow it in a run of a check: tell the probe, and leave the optimizer alone"
+
+
+class Place(NamedTuple):
+    """Where the batch is in a tensor: a dimension, or rows in any order."""
+
+    axis: int
+    routed: Routed | None = None
+
+
+class MiniBatch:
+    """The mini-batch under way: one object from the opening of a context to its end."""
+
+    def __init__(self, facts: ModelFacts, reduction: str) -> None:
+        self.facts = facts
+        self.reduction = reduction  # of the loss over samples, "mean" or "sum"
+        self.mode = Mode.WAITING
+        self.groups = Groups(1, 1, facts.axis)
+        self.single = False  # one micro-batch: the square of its gradient is the answer
+        self.kappa = 0.0  # micro-batches in the mini-batch; a ragged one counts n/M
+        self.scale = (1.0, 1.0)  # the factors that make means of the sums that a backward leaves
+        self.sink: Sink | None = None  # takes pairs as they are made
+        self.probe: Probe | None = None  # records what the rules see, in a run of a check
+        # Of each batch norm, by its running mean: the statistics of its uses so far.
+        self.normed: dict[int, list[Statistics]] = {}
+
+    def divide(self, groups: Groups, mode: Mode) -> None:
+        """Begin a mini-batch of these groups."""
+        old = self.groups
+        if groups.c is not None or old.c is not None or (groups.batch, groups.micro) != (old.batch, old.micro):
+            self.groups = groups
+        self.single = groups.kappa == 1
+        self.mode = Mode.PLAIN if self.single else mode
+        self.kappa = groups.batch / self.facts.micro
+        self.scale = (1.0, 1.0) if self.single else groups.scale(self.reduction)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a forward, or batch_size=, has shown the mini-batch."""
+        return self.mode is not Mode.WAITING
+
+    def ready(self, name: str) -> None:
+        """Refuse to go on where the batch is not known."""
+        if self.mode is Mode.WAITING:
+            raise UnsupportedUse(
+                f"one_pass met {name} on a parameter before the model was called; call the model "
+                "itself (its forward shows the batch), or pass batch_size= and check=False"
+            )
+        if torch.compiler.is_compiling() and not self.facts.findings.passed:
+            raise UnsupportedUse(
+                "a compiled model must be checked before it is traced: pass the compiled module itself to one_pass"
+            )
+
+    # Values and their handles.
+
+    @staticmethod
+    def holds(t: Any) -> bool:
+        """Whether t is a parameter or a lifted value: has a handle."""
+        return isinstance(t, (OnePassParameter, Lifted))
+
+    def handle_of(self, t: Any) -> Handle | None:
+        """The handle of a parameter or of a lifted value; None for any other value."""
+        if isinstance(t, Lifted):
+            return t.handle
+        if isinstance(t, OnePassParameter):
+            entry: Entry = t.one_pass_entry
+            if entry.tied:
+                if entry.shared is None:
+                    self.share(entry)
+                assert entry.shared is not None
+                return Handle(apart(t), entry.shared, True, entry)
+            tracing, kept = torch.compiler.is_compiling(), self.facts.handles
+            if not tracing and entry.key in kept:
+                companion, handle = kept[entry.key]
+                if companion is entry.companion and handle.value is t and handle.dtype == t.dtype:
+                    return handle
+            # A compiled graph checks before each call what its trace has asked of every parameter: ask little.
+            tag = entry.companion if entry.companion.ndim < 4 else entry.shaped(entry.companion)
+            handle = Handle(t, tag, False, entry, direct=True)
+            # A tag that is no leaf holds the node at the end of its way, which works on the stream where it was made:
+            # an update on another stream, as a captured one, would be folded there, its memory given away too early.
+            if tag is entry.companion and not tracing:
+                kept[entry.key] = entry.companion, handle
+            return handle
+        return None
+
+    def share(self, entry: Entry) -> None:
+        """Make the copies that all uses of a tied parameter draw from."""
+        entry.shared = copies(self.groups, Handle(entry.param, entry.shaped(entry.companion), False, entry))
+
+    def grouped(self, h: Handle) -> Tensor:
+        """The κ copies of a value, each of which gets its own gradient."""
+        if not h.grouped:
+            self.count(h)
+        return copies(self.groups, h)
+
+    def weight_of(self, h: Handle | None, plain: Any, ticket: int | None) -> Weight:
+        """A parameter as an operation is given it: by its handle, or as the plain value that has none.
+
+        Where its pair goes to the optimizer it takes the ticket of that number, each parameter of an operation another;
+        None for an operation that does not hand pairs over.
+        """
+        if h is None:
+            return Weight(plain)
+        if not h.grouped:
+            self.count(h)
+            into = self.sink is not None and self.mode is not Mode.CHECKING and h.direct and ticket is not None
+            if into and ticket is not None and not _waits(h.value):
+                return Weight(h.value, self.facts.tickets[h.value.device][ticket], h, True)
+        return Weight(h.value, h.tag, h)
+
+    def count(self, h: Handle | None) -> None:
+        """Count a use that delivers squares, while probing."""
+        if self.probe is not None and h is not None and h.entry is not None:
+            self.probe.uses[h.entry.name] += 1
+
+    def note(self, held: Held, name: str) -> None:
+        """Remember an operation that parameters go through."""
+        if not torch.compiler.is_compiling():
+            for h in held:
+                if h is not None and h.entry is not None:
+                    h.entry.operations.add(name)
+
+    # Where the batch is.
+
+    def is_batched(self, t: Tensor, names: str, name: str) -> bool:
+        """Whether t comes from the batch rather than being a constant."""
+        if t.requires_grad:
+            return True  # what depends on parameters alone is lifted
+        found = self.facts.findings
+        if (names, name) in found.constant:
+            return False
+        if (names, name) in found.batched or (names, name) in found.axes:
+            return self.groups.axis_of(t.shape) is not None
+        axis = self.groups.axis
+        return t.ndim > axis and t.shape[axis] == self.groups.batch
+
+    def place(self, x: Tensor, event: int, name: str, held: Held, any_order: bool = False) -> Place | None:
+        """Where the batch is in x, whose last `event` dimensions make one row; None for a constant.
+
+        The operation `name` uses the parameters behind `held` on x, perhaps with rows in `any_order`.
+        """
+        found = None
+        if x.requires_grad and not torch.compiler.is_compiling():
+            found = routed(x, self.groups)
+        if found is not None:
+            if not any_order:
+                raise UnsupportedUse(
+                    f"{names_of(held)} goes through {name} on rows picked from the batch by index, which only linear "
+                    "layers and elementwise products support; apply it before the rows are picked"
+                )
+            return self.place_at(x, 0, name, held, found)
+        if not x.requires_grad and not self.is_batched(x, names_of(held), name):
+            if self.probe is not None:
+                self.probe.constant(names_of(held), name, x)
+            return None
+        if x.ndim == 0:
+            raise without_samples(names_of(held), f"goes through {name} with a scalar of the batch")
+        axis = self.groups.axis_of(x.shape, x.ndim - event)
+        if self.facts.findings.axes:
+            axis = self.facts.findings.axes.get((names_of(held), name), axis)
+        # A checkpoint runs its part of the forward again during backward, where it was checked as well.
+        if self.mode is Mode.OUTSIDE and torch._C._current_graph_task_id() < 0:
+            self._only_place(x, x.ndim - event, name, held)
+        if axis is None:
+            raise UnsupportedUse(
+                f"{names_of(held)} goes through {name} with an input of shape {tuple(x.shape)}, in which no "
+                f"dimension is the batch of {self.groups.batch}: rows were dropped, packed or regrouped before it; "
+                "loop over micro-batches, or keep the batch in its dimension"
+            )
+        return self.place_at(x, axis, name, held)
+
+    def _only_place(self, x: Tensor, leading: int, name: str, held: Held) -> None:
+        """Outside of the model's forward, where no check has looked: accept what cannot be misread."""
+        batch, axis = self.groups.batch, self.groups.axis
+        if leading <= axis or [d for d in range(leading) if x.shape[d] == batch] != [axis]:
+            raise UnsupportedUse(
+                f"{names_of(held)} goes through {name} outside of the model's forward, with an input of shape "
+                f"{tuple(x.shape)} whose batch of {batch} cannot be told for sure; move the operation into the model"
+            )
+
+    def place_at(self, x: Tensor, axis: int, name: str, held: Held, found: Routed | None = None) -> Place:
+        """`place` with the batch dimension, or the rows' places in the batch, known."""
+        self.note(held, name)
+        if self.probe is not None:
+            self.probe.rows(names_of(held), name, x, found, axis)
+        return Place(axis, found)
+
+
+def _waits(p: Tensor) -> bool:
+    """Whether the pair of a parameter is to be returned like a gradient, though a sink is open: see `SMALL`."""
+    return torch.compiler.is_compiling() and p.ndim < 2 and p.numel() < SMALL
+
+
+class Watched:
+    """The hooks on a parameter (register_hook), until `remove`: they may look at its gradient, and not change it."""
+
+    def __init__(self, mini: MiniBatch, entry: Entry) -> None:
+        self.mini, self.name = mini, entry.name
+        self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = entry.param._backward_hooks  # type: ignore[assignment]
+        self.plain = dict(self.hooks)
+        for key, hook in self.plain.items():
+            self.hooks[key] = partial(self._call, hook)
+
+    def remove(self) -> None:
+        """Leave the hooks as they were, but for those that are gone."""
+        self.hooks.update({key: hook for key, hook in self.plain.items() if key in self.hooks})
+
+    def _call(self, hook: Callable[[Tensor], Tensor | None], grad: Tensor) -> Tensor | None:
+        version = grad._version
+        out = hook(grad)
+        if self.mini.mode is Mode.PLAIN:
+            return out  # the square is made of what the hook has left
+        changed = grad._version != version
+        if out is not None and out is not grad and not changed:
+            # A capture cannot compare the two, and its replays would not compare at all.
+            capturing = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+            changed = capturing or not bool(same(out, grad).all())
+        if changed:
+            raise UnsupportedUse(
+                f"{self.name} has a hook (register_hook) that changed its gradient (in a capture: that returned "
+                "another tensor), and could not change the squares of its micro-batches; remove it, let it return None "
+                "if it only looks, or loop over micro-batches. Drop an update that has begun with opt.abandon()"
+            )
+        return out

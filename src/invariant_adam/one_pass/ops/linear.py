@@ -1,0 +1,181 @@
+# ruff: noqa: D102 - forward and backward
+"""Products with a matrix, y = x wᵀ + b and x w + b: rows are the vectors of x, in batch order or in any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels import gemm_square as kernels
+from ...kernels.ops import operator
+from ..dispatch import dispatch
+from ..into import sink, ticket, ticket_shape
+from ..mini_batch import MiniBatch
+from . import base
+
+
+def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
+    """Fold the pair of the parameter `key` from the operands of `gemm_square`, in its epilogue where that can."""
+    taker = sink()
+    with torch._C.DisableTorchFunctionSubclass():
+        entry = taker.claim(key)
+        if entry is None:
+            return
+        p, fused = entry.param, kernels.fused
+        if fused is not None and kernels.takes_fused(G) and p.is_contiguous():
+            target = taker.target(entry)
+            if target is not None:
+                fused.gemm_square(G, X.to(G.dtype), c, into=target)
+                return
+        dW, S = kernels.gemm_square(G, X, c)
+        taker.fold(entry, dW.view(p.shape), S.view(p.shape))
+
+
+@operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", ticket_shape)
+def _into_products(G: Tensor, X: Tensor, c: Tensor | None, key: int) -> Tensor:
+    _fold(key, G, X, c)
+    return ticket(G)
+
+
+def _into(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
+    return _into_products(G, X, c, key) if torch.compiler.is_compiling() else _fold(key, G, X, c)
+
+
+GEMM = base.Kernel(kernels.gemm_square, kernels.gemm_groups, _into)
+
+
+def _by_group(kappa: int, ids: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The rows of each group, of tensors whose rows are in any order: `ids` (n,) names the group of each."""
+    order, sizes = torch.argsort(ids, stable=True), torch.bincount(ids, minlength=kappa).tolist()
+    return zip(*(t[order].split(sizes) for t in rows), strict=True)
+
+
+def routed_square(kappa: int, ids: Tensor, left: Tensor, right: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`gemm_square` for rows in any order."""
+    dW: Any = None
+    S: Any = None
+    for k, (a, b) in enumerate(_by_group(kappa, ids, left, right)):
+        if len(a):
+            d, s = kernels.gemm_square(a[None], b[None], None if c is None else c[k : k + 1])
+            dW, S = (d, s) if dW is None else (dW + d, S + s)
+    if dW is None:
+        dW = left.new_zeros(left.shape[1], right.shape[1])
+        S = dW.to(kernels.wide(dW.dtype))
+    return dW, S
+
+
+def routed_shares(kappa: int, ids: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`gemm_groups` for rows in any order."""
+    return torch.stack([a.t() @ b for a, b in _by_group(kappa, ids, left, right)])
+
+
+ROUTED = base.Kernel(routed_square, routed_shares)
+
+
+class Linear(base.Squaring):
+    """y = x wᵀ + b, or x w + b where the settings are True; x (..., i)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.use = use
+        return _product(x, w, b, use.settings)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        groups, axis, flip = ctx.use.groups, ctx.use.axis, ctx.use.settings
+        dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
+        weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
+        pair = pair_b = base.NOTHING
+        Gs = groups.split(g, axis, 1)
+        if weight is not None:
+            Xs = groups.split(x, axis, 1)
+            pair = base.deliver(groups, weight, GEMM, zip(Xs, Gs, strict=True) if flip else zip(Gs, Xs, strict=True))
+        if bias is not None:
+            pair_b = base.deliver_rows(groups, bias, Gs)
+        return base.returned(ctx, dx, pair, pair_b)
+
+
+class RoutedLinear(Linear):
+    """`Linear` for rows x (n, i) in any order: `use.routed` says where each comes from."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        groups, ids, flip = ctx.use.groups, ctx.use.routed.ids, ctx.use.settings
+        dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
+        weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
+        pair = pair_b = base.NOTHING
+        if weight is not None:
+            left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
+            pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, ids, left, right)
+        if bias is not None:
+            shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, ids, g)
+            pair_b = base.deliver_at_once(groups, bias, base.SUMS, shares)
+        return base.returned(ctx, dx, pair, pair_b)
+
+
+def _product(x: Tensor, w: Tensor, b: Tensor | None, flip: bool) -> Tensor:
+    return base.owned(x @ w if b is None else x @ w + b) if flip else base.owned(F.linear(x, w, b))
+
+
+def _product_backward(g: Tensor, x: Tensor, w: Tensor, flip: bool) -> Tensor:
+    wg = w.to(g.dtype)
+    return (g @ (wg.t() if flip else wg)).to(x.dtype)
+
+
+def products(seen: base.Seen) -> base.Line:
+    """What `explain` prints for a product: of the vectors of x with a matrix, to which a vector may be added."""
+    rows = seen.per_group(seen.x.numel() // seen.x.shape[-1])
+    if len(seen.shape) == 1:
+        return base.by_sums(seen)._replace(rows=rows)
+    if len(seen.shape) != 2:
+        return base.by_copies(seen)._replace(rows=rows)
+    how = "products" if seen.ids is not None else kernels.method(rows)
+    work = {"square": 1.0, "pairs": (rows + 1) / 2}.get(how)
+    operands = rows * seen.groups.kappa * sum(seen.shape) * seen.itemsize
+    return base.Line(rows, f"gemm_square ({how})", 2 * seen.square if work is None else int(work * operands))
+
+
+def linear_with(
+    mini: MiniBatch, name: str, x: Any, weight: Any, bias: Any, flip: bool = False, axis: int | None = None
+) -> Any:
+    """y = x wᵀ + b (x w + b with `flip`), the batch of x at `axis` or found."""
+    if weight.ndim != 2 or x.ndim < 2:
+        return NotImplemented
+    use = base.use_of(mini, name, x, 1, (weight, bias), flip, axis=axis, any_order=True)
+    if use is None:
+        return NotImplemented
+    return base.call(Linear if use.routed is None else RoutedLinear, base.autocast(x), use)
+
+
+@base.operation("linear", line=products)
+def linear(mini: MiniBatch, func: Any, input: Tensor, weight: Any, bias: Any = None) -> Any:
+    """y = x wᵀ + b."""
+    return linear_with(mini, "linear", input, weight, bias)
+
+
+@base.operation("matmul", "__matmul__", "mm", line=products)
+def matmul(mini: MiniBatch, func: Any, input: Any, other: Any) -> Any:
+    """y = x w for w (i, o); other products go through the fallback."""
+    return linear_with(mini, "matmul", input, other, None, flip=True)
+
+
+@base.operation("addmm", line=products)
+def addmm(mini: MiniBatch, func: Any, input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    """y = b + x w."""
+    if beta != 1 or alpha != 1 or input.ndim != 1:
+        return NotImplemented
+    return linear_with(mini, "addmm", mat1, mat2, input, flip=True)
+
+
+@base.operation("bilinear")
+def bilinear(mini: MiniBatch, func: Any, input1: Tensor, input2: Tensor, weight: Any, bias: Any = None) -> Any:
+    """y_o = x₁ᵀ W_o x₂ + b_o: a linear layer of the outer product of its inputs."""
+    outer = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
+    return dispatch(F.linear, (outer, dispatch(Tensor.flatten, (weight, 1), {}), bias), {})

@@ -1,0 +1,248 @@
+"""What is known of a parameter, and of a value computed from parameters alone.
+
+Entry              a trainable parameter, with the leaf at which its square arrives
+OnePassParameter   the class of a parameter while a context is open: its operations come to `dispatch`
+Lifted             a value made from parameters without any sample (a transposed weight, a slice of a position
+                   table, the weight of a weight norm): it looks like the value, and carries a handle
+Handle             a value of parameters with its tag, which leads squares back to the parameters
+Weight             one use of a handle by one operation
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..fold.pair import Taker
+from ..kernels.gemm_square import wide
+from .exchange import Open
+from .groups import UnsupportedUse
+
+_keys = count()
+
+
+class Entry:
+    """A trainable parameter: its companion leaf, what is known of it, and what has happened in this mini-batch."""
+
+    def __init__(self, name: str, param: Tensor) -> None:
+        self.name = name
+        self.module = name.rpartition(".")[0]  # the name of the one it belongs to
+        self.key = next(_keys)
+        self.param = param
+        self.size = param.numel()
+        # The square arrives as the "gradient" of this leaf: a zero of stride 0, so it costs no memory. Autograd keeps
+        # gradients of such a leaf in the order of its dimensions, so these are in the order of the parameter's memory:
+        # the square of a channels-last weight is left as it is made, and lies like its moments.
+        with torch._C.DisableTorchFunctionSubclass():
+            plain, strides = param.is_contiguous() or param.ndim < 4, param.stride()
+            order = range(param.ndim) if plain else sorted(range(param.ndim), key=lambda d: -strides[d])
+            zero = torch.zeros((), dtype=wide(param.dtype), device=param.device)
+            self.companion = zero.expand([param.shape[d] for d in order]).requires_grad_()
+        self.places = None if plain else [order.index(d) for d in range(param.ndim)]  # of its dimensions there
+        # What a check, or the structure of the model, has said of it:
+        self.tied = False  # used more than once in a forward
+        self.reached = False  # by the gradients of the model's outputs
+        self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
+        self.cumulative = False  # that batch norm averages over all updates, momentum=None
+        # Who else is interested in it:
+        self.hooks = 0  # on the parameter after a gradient, known to be this package's
+        self.taker: Taker | None = None  # wants its pairs as they are made
+        self.watcher: Callable[[Entry], None] | None = None  # is told of each gradient, while a context is open
+        # The mini-batch under way:
+        self.before: Tensor | None = None  # p.grad as it was before
+        self.shared: Tensor | None = None  # the κ expanded copies that all uses of a tied parameter draw from
+        self.operations: set[str] = set()  # it went through
+        self.begin()
+        # Neither hook holds the entry. The parameter outlives what was known of it; and Python does not see a cycle
+        # through a hook of the companion, so that no parameter would ever be freed. A graph holds the entry.
+        me = weakref.ref(self)
+
+        def fired(_: Tensor) -> None:
+            entry = me()
+            if entry is not None:
+                entry.fire()
+
+        self.companion.register_post_accumulate_grad_hook(fired)
+
+        def arrived(_: Tensor) -> None:
+            entry = me()
+            if entry is not None and entry.watcher is not None:
+                entry.watcher(entry)
+
+        hook = param.register_post_accumulate_grad_hook(arrived)
+        weakref.finalize(self, hook.remove)
+
+    def begin(self) -> None:
+        """Make ready for a mini-batch."""
+        self.arrived = 0  # squares delivered in this backward; a compiled graph does not count
+        self.fired = 0  # backwards that have reached the companion
+        self.waits = False  # the pair is complete, and waits for others to be handed over with
+        self.done = False  # the pair has been handed over
+
+    def shaped(self, t: Tensor) -> Tensor:
+        """The companion, or its gradient, in the parameter's shape."""
+        return t if self.places is None else t.permute(self.places)
+
+    @property
+    def through(self) -> str:
+        """The operations it went through, for messages."""
+        return ", ".join(sorted(self.operations)) or "an operation that torch does not show"
+
+    def refuse_hooks(self, *, called: bool) -> None:
+        """Refuse hooks of others that could change a gradient and not its square.
+
+        Hooks on the parameter itself are for `Watched` to see, where they are `called`.
+        """
+        if self.param._backward_hooks and not called:
+            raise UnsupportedUse(
+                f"{self.name} has a hook (register_hook), which into= would not call, since no gradient is left in "
+                "memory; remove it, or leave into= out"
+            )
+        hooks = self.param._post_accumulate_grad_hooks or ()
+        if len(hooks) == self.hooks:
+            return
+        for hook in dict(hooks).values():
+            self.refuse_after(hook)
+        self.hooks = len(hooks)
+
+    def refuse_after(self, hook: Callable[[Tensor], None]) -> None:
+        """Refuse a hook after a gradient that is not this package's."""
+        if not str(hook.__module__).startswith(__name__.partition(".")[0]):
+            raise UnsupportedUse(
+                f"{self.name} has a hook (register_post_accumulate_grad_hook) that would see the gradient of a whole "
+                "mini-batch, and could change it without its square; remove it, or loop over micro-batches"
+            )
+
+    def is_empty(self) -> bool:
+        """Whether neither a gradient nor a square has arrived."""
+        return self.param.grad is None and self.companion.grad is None
+
+    def fire(self) -> None:
+        """Note that a backward has reached the companion."""
+        if Open.mini_batch is None:
+            raise RuntimeError(
+                f"{self.name}: a backward of one_pass ran after its context was closed, where the gradient of a whole "
+                "mini-batch would pass for one micro-batch's; call backward() inside. Clear what it left with "
+                "zero_grad(), or opt.abandon()"
+            )
+        self.fired += 1
+        if self.watcher is not None:
+            self.watcher(self)
+
+
+def same(x: Tensor, y: Tensor) -> Tensor:
+    """Where two tensors are equal; a not-a-number equals another."""
+    return (x == y) | (x.isnan() & y.isnan())
+
+
+class Handle:
+    """A value of parameters with its tag, in one of two modes.
+
+    one use   the value is the parameter (or a view of it), the tag its companion's:
+              backward returns dW for the value and Σ_k c_k s_k² for the tag
+    grouped   the value is detached, the tag its stride-0 expansion over the κ groups:
+              backward returns all s_k for the tag, so that the uses of a shared parameter add up before they are
+              squared
+    """
+
+    def __init__(
+        self, value: Tensor, tag: Tensor, grouped: bool, entry: Entry | None,
+        resize: Callable[[int, int, int], Tensor] | None = None, label: str = "", direct: bool = False,
+    ) -> None:  # fmt: skip
+        self.value = value
+        self.tag = tag
+        self.grouped = grouped
+        self.entry = entry  # None where a delivery is not to be counted for a parameter
+        self.named = label
+        self.resize = resize  # of a value spread over the batch: (lo, hi, m) -> copies of m samples for each group
+        self.direct = direct  # the parameter itself, used once
+        self.dtype = value.dtype
+        self.square_dtype = wide(value.dtype)
+
+    @property
+    def label(self) -> str:
+        """The parameters it comes from, by name; asked for only where it is needed, since a trace guards it."""
+        return self.named or ("" if self.entry is None else self.entry.name)
+
+    def arrive(self) -> None:
+        """Count one delivery of squares; a parameter that is not shared must get exactly one."""
+        if self.entry is not None and not torch.compiler.is_compiling():
+            self.entry.arrived += 1
+
+
+Held = Iterable[Handle | None]
+
+
+def names_of(held: Held) -> str:
+    """The names of the parameters behind some handles."""
+    return ", ".join(dict.fromkeys(h.label for h in held if h is not None))
+
+
+class Weight(NamedTuple):
+    """A parameter as one operation uses it: its value, its tag, and its handle; without the last two, a constant."""
+
+    value: Any
+    tag: Any = None
+    handle: Any = None  # Handle | None
+    into: bool = False  # its pair goes to the optimizer as it is made (see `into`); the tag is then a ticket
+
+
+class Followed:
+    """A tensor whose operations come to `dispatch`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from .dispatch import dispatch
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return dispatch(func, args, kwargs or {})
+
+
+class OnePassParameter(Followed, nn.Parameter):
+    """A parameter inside an open context: its class is swapped for this one and swapped back."""
+
+    one_pass_entry: Entry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():  # a copy is outside of the context
+            copy = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copy
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse it: only the hooks that were there when the context opened are watched."""
+        raise UnsupportedUse(
+            f"{self.one_pass_entry.name} is given a hook (register_hook) inside one_pass, which does not watch it "
+            "there; register it before"
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refuse those of others, as on entry."""
+        self.one_pass_entry.refuse_after(hook)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class Lifted(Followed, torch.Tensor):
+    """A value made from parameters alone, still to meet the batch."""
+
+    handle: Handle
+
+
+def lift(value: Tensor, handle: Handle) -> Tensor:
+    """A `Lifted` that looks like `value`."""
+    out = apart(value).as_subclass(Lifted)
+    out.handle = handle
+    return out
+
+
+def apart(value: Tensor) -> Tensor:
+    """A value without its way back to the parameters: that goes by the tag.
+
+    A trace may overlook a `Lifted` among the arguments of an operation (see `tracing`). There the value keeps its way
+    back, so that the gradient of what was overlooked arrives without a square, and is refused.
+    """
+    return value.view_as(value) if torch.compiler.is_compiling() else value.detach()
