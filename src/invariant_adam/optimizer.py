@@ -327,14 +327,13 @@ class InvariantAdam(Optimizer):
         if self.param_groups:
             param_group["samples_seen"] = self.samples_seen
             param_group["kappa"] = self.param_groups[0]["kappa"]
-        reducer = self.queue.reducer.with_new_parameters(self.queue)
         super().add_param_group(param_group)
         try:
             checks.check_group(self.param_groups, gradients=not self.queue.in_backward)
+            self.queue.reducer.add_parameters(self.queue)
         except BaseException:
             self.param_groups.pop()
             raise
-        self.queue.reducer = reducer
         self.queue.bind(take=True)
 
     @_eager
