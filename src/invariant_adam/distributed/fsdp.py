@@ -158,11 +158,11 @@ class FullySharded(GroupReducer):
         squares_dtype: what squares travel in between shards; None for float32.
     """
 
-    even = True  # FSDP2's own collectives ask for it
+    even = True  # FSDP2's own collectives ask for it, and average over all ranks
     kernels_fold = False
 
     def __init__(self, model: nn.Module, queue: FoldQueue, squares_dtype: torch.dtype | None = None) -> None:
-        found = [group for module in _modules(model) for group in _groups(module)]
+        found = [group for module in sharded_modules(model) for group in _groups(module)]
         names = ("shard_process_group", "replicate_process_group")
         groups = [getattr(found[0].mesh_info, name, None) for name in names]
         super().__init__([group for group in groups if group is not None])
@@ -172,7 +172,7 @@ class FullySharded(GroupReducer):
 
     def attach(self, model: nn.Module, queue: FoldQueue) -> None:
         """Put the squares beside FSDP2's own, in place of those of an optimizer before."""
-        for module in _modules(model):
+        for module in sharded_modules(model):
             for group in _groups(module):
                 squares = group._reduce_scatter_comm  # another optimizer may need them too
                 if not isinstance(squares, Squares) or squares.dtype != self.squares_dtype:
@@ -196,7 +196,7 @@ class FullySharded(GroupReducer):
             if p.requires_grad:
                 if not queue.in_backward:
                     _pairs[p] = p.register_post_accumulate_grad_hook(beside)
-                queue.own(p)
+                hooks.own(p, queue)
 
     def _check(self, groups: list[Any], queue: FoldQueue) -> None:
         sharded = {fp.sharded_param: fp for group in groups for fp in group.fsdp_params}
@@ -282,9 +282,6 @@ class FullySharded(GroupReducer):
                 )
         return False
 
-    def count(self, queue: FoldQueue, p: Tensor) -> float:  # noqa: D102 - as GroupReducer has it
-        return super().count(queue, p) / self.size  # every rank has counted them all
-
 
 _NO_SYNC = (
     "set_requires_gradient_sync(False) adds micro-batch gradients up before they can be squared, and "
@@ -293,12 +290,17 @@ _NO_SYNC = (
 )
 
 
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that `fully_shard` was called on."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def unsharded_parameters(model: nn.Module) -> list[tuple[str, Tensor]] | None:
     """The parameters that forward and backward use, by name: plain ones, which FSDP2 fills before it uses them.
 
     None for a model that it does not shard.
     """
-    modules = _modules(model)
+    modules = sharded_modules(model)
     if not modules:
         return None
     found: dict[Tensor, Tensor] = {}
@@ -312,11 +314,6 @@ def unsharded_parameters(model: nn.Module) -> list[tuple[str, Tensor]] | None:
 
 
 exchange.register_source(unsharded_parameters)
-
-
-def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on the model or on a module of it."""
-    return bool(_modules(model))
 
 
 def _insist(module: Any) -> None:
@@ -335,11 +332,6 @@ def _insist(module: Any) -> None:
     # After a backward that is not the last, FSDP2 would not wait for the streams on which gradients are folded.
     for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
         setattr(module, name, requires(name))
-
-
-def _modules(model: nn.Module) -> list[Any]:
-    """The modules that `fully_shard` was called on."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _groups(module: Any) -> list[Any]:

@@ -38,7 +38,7 @@ class GroupReducer(Reducer):
 
     gradients_wait = False  # the moments are reduced before the weights move
     several = True
-    even = False  # whether all ranks must bring as many micro-batches
+    even = False  # all ranks bring as many micro-batches, and each counts those of all
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
@@ -96,11 +96,6 @@ class GroupReducer(Reducer):
     def reduce_again(self, queue: FoldQueue) -> None:
         """Do it once more, for gradients that came after it."""
 
-    def count(self, queue: FoldQueue, p: Tensor) -> float:
-        """Micro-batches of `p` that this rank brought."""
-        tally = queue.update.tallies.get(p)
-        return 0.0 if tally is None else tally.kappa
-
     def reduce_update(self, queue: FoldQueue, check: Callable[[], None]) -> None:  # noqa: D102
         if queue.update is self.reduced:
             return
@@ -122,14 +117,15 @@ class GroupReducer(Reducer):
             self._begin_update(queue)  # unless a gradient did
             queue.flush()
             self.reduce(queue)
-            params, nonfinite = list(queue.moments.params()), queue.nonfinite
+            params, tallies, nonfinite = list(queue.moments.params()), queue.update.tallies, queue.nonfinite
+            ranks = self.size if self.even else 1
             own = _News(
                 failed,
                 self.late,
                 nonfinite.new if nonfinite.raises else 0,
                 _digest(queue),
                 sum(queue.update.micro_batches.values()),
-                [self.count(queue, p) for p in params],
+                [tallies[p].kappa / ranks if p in tallies else 0.0 for p in params],
             )
             failing, late, stop, digest, seen, *counts = self.sum([*own[:5], *own.counts], params[0].device)
             total = _News(failing, late, stop, digest, seen, counts)
@@ -137,7 +133,12 @@ class GroupReducer(Reducer):
                 self.reduce_again(queue)
             self.reduced = queue.update
             for p, kappa in zip(params, total.counts, strict=True):
-                self._take_count(queue, p, kappa)
+                if kappa:
+                    tallies[p].kappa = kappa
+                elif p in tallies:
+                    # No rank had a gradient, but its moments were made ready for one: what they lost is owed back.
+                    tally, state = tallies.pop(p), queue.moments.state[p]
+                    state["norm1"], state["norm2"] = tally.a or (state["norm1"], state["norm2"])
             if total.seen:
                 queue.update.micro_batches = {0: total.seen}
         return own, total
@@ -167,19 +168,6 @@ class GroupReducer(Reducer):
                 f'{total.nonfinite:g} gradient elements were not finite on other ranks, and on_nonfinite="raise"; the '
                 "weights have not moved"
             )
-
-    def _take_count(self, queue: FoldQueue, p: Tensor, kappa: float) -> None:
-        """Make the micro-batches of `p` those of all ranks."""
-        tallies = queue.update.tallies
-        tally = tallies.get(p)
-        if kappa:
-            assert tally is not None
-            tally.kappa = kappa
-        elif tally is not None:
-            # No rank had a gradient of it, but its moments were made ready for one: what they lost is owed back.
-            del tallies[p]
-            if tally.a is not None:
-                queue.moments.state[p]["norm1"], queue.moments.state[p]["norm2"] = tally.a
 
     def sum(self, values: list[float], device: torch.device) -> list[float]:
         """Add up over the ranks, exactly for whole numbers."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..fold.scalars import fresh
-from .fsdp import FullySharded, is_fully_sharded
+from .fsdp import FullySharded, sharded_modules
 from .replicated import Replicated, silence
 from .sharded_state import ShardedState
 from .wire import broadcast_first
@@ -69,7 +69,7 @@ def prepare(
         )
     _check_model(model, optimizer)
     queue.bind()
-    if is_fully_sharded(model):
+    if sharded_modules(model):
         if process_group is not None or device_mesh is not None:
             raise ValueError(
                 "process_group and device_mesh are fully_shard's own for a model that it shards; leave them out"

@@ -68,10 +68,6 @@ class Replicated(BucketReducer[MomentBucket]):
         tally.keep = (tally.keep[0] * self.share, tally.keep[1] * self.share)
         return tally
 
-    def _hurries(self, queue: FoldQueue) -> bool:
-        """Whether what is complete is sent at once."""
-        return not self.alone and not self.late and (self.last_backward or queue.update.expected is not None)
-
     def before_fold(self, queue: FoldQueue, p: Tensor) -> None:  # noqa: D102
         super().before_fold(queue, p)
         bucket = self.bucket_of.get(p)
@@ -82,13 +78,16 @@ class Replicated(BucketReducer[MomentBucket]):
 
     def after_fold(self, queue: FoldQueue, params: list[Tensor]) -> None:  # noqa: D102
         update = queue.update
-        if not self._hurries(queue):
-            return
+        if self.alone or self.late or not (self.last_backward or update.expected is not None):
+            return  # nothing is sent before step()
         for p in params:
             if self.last_backward or update.tallies[p].kappa >= (update.expected or 0.0) / self.size * _ROUNDING:
                 self.bucket_of[p].ready.add(p)
-        while self.begun < len(self.buckets) and len(self._next.ready) == len(self._next.params):
-            if any(p in update.queued for p in self._next.params):
+        while self.begun < len(self.buckets):
+            bucket = self.buckets[self.begun]
+            if len(bucket.ready) < len(bucket.params):
+                break
+            if any(p in update.queued for p in bucket.params):
                 queue.flush_queued()  # which comes back here, and sends
             else:
                 self.send_next(queue)
@@ -96,10 +95,6 @@ class Replicated(BucketReducer[MomentBucket]):
     def end_last_backward(self, queue: FoldQueue) -> None:  # noqa: D102
         if self.update is queue.update and self.reduced is not self.update and not self.late:
             self.send_rest(queue)
-
-    @property
-    def _next(self) -> MomentBucket:
-        return self.buckets[self.begun]
 
     def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
         self.send_rest(queue)
@@ -113,7 +108,7 @@ class Replicated(BucketReducer[MomentBucket]):
         self.reduce(queue)
 
     def send_next(self, queue: FoldQueue) -> None:  # noqa: D102
-        bucket, tallies = self._next, queue.update.tallies
+        bucket, tallies = self.buckets[self.begun], queue.update.tallies
         for p in bucket.params:
             if p not in tallies:  # no gradient on this rank, but perhaps on another
                 tallies[p] = queue.begin(p)

@@ -41,8 +41,7 @@ class GradientBucket(Bucket):
     """Parameters that travel together: to each rank its piece of one after the other, padded to the same size.
 
     Args:
-        index: its place among the buckets.
-        params: of one device and dtype.
+        index, params: as `Bucket` has them.
         ranks: how many they are cut for.
         dtype: of the moments, and of what travels.
     """
@@ -168,7 +167,9 @@ class ShardedState(BucketReducer[GradientBucket]):
 
     def open(self, queue: FoldQueue) -> None:  # noqa: D102
         super().open(queue)
-        self.round = None
+        for bucket in self.buckets:  # of an update that was dropped
+            bucket.arrived = {}
+        self.flying, self.announced, self.round = [], [], None
 
     def piece(self, p: Tensor, moment: Tensor) -> Tensor:  # noqa: D102
         if isinstance(moment, DTensor):
@@ -234,13 +235,6 @@ class ShardedState(BucketReducer[GradientBucket]):
             self._end_round(queue)
         while self.flying:
             self._land(queue)
-        self.announced.clear()
-
-    def drop_update(self, queue: FoldQueue) -> None:  # noqa: D102 - as Reducer has it
-        super().drop_update(queue)
-        for bucket in self.buckets:
-            bucket.arrived = {}
-        self.flying, self.announced, self.round, self.begun = [], [], None, 0
 
     def _begin_round(self, queue: FoldQueue, task: int) -> None:
         self.round = task
@@ -265,8 +259,8 @@ class ShardedState(BucketReducer[GradientBucket]):
         elif narrow is None:
             waits = [scatter_sum(rows.view(self.size, -1), self.group)]
         else:
-            squares = scatter_sum_narrow(rows[:, 1].to(narrow), bucket.dtype, self.group)
-            waits = [scatter_sum(rows[:, 0].contiguous(), self.group), squares]
+            waits = [scatter_sum(rows[:, 0].contiguous(), self.group)]
+            waits.append(scatter_sum_narrow(rows[:, 1].to(narrow), bucket.dtype, self.group))
         self.flying.append((bucket, waits))
         if len(self.flying) > _IN_FLIGHT:
             self._land(queue)
