@@ -86,7 +86,9 @@ class Squares:
         if batch is None or batch.single:  # in float32, whatever the gradients travel in
             return grads.float().square_() if grads.dtype != torch.float32 else grads.square()
         ranks = self.group.mesh_info.shard_mesh_size
-        squares = [self._square(fp).float() for fp in self.group.fsdp_params if self._has_square(fp)]
+        squares = [
+            self._square(fp).float() for fp in self.group.fsdp_params if exchange.has_square(fp._unsharded_param)
+        ]
         if grads.numel() != sum(-(-len(s) // ranks) * ranks * (s.numel() // len(s)) for s in squares if s.numel()):
             raise self._incomplete()
         rows = torch.empty(ranks, grads.numel() // ranks, device=grads.device)
@@ -99,9 +101,6 @@ class Squares:
             f"one_pass: among {names} there are gradients without squares, or squares without gradients; loop over "
             "micro-batches, or check the plain model to see which"
         )
-
-    def _has_square(self, fp: Any) -> bool:
-        return hasattr(fp, "_unsharded_param") and exchange.has_square(fp._unsharded_param)
 
     def _square(self, fp: Any) -> Tensor:
         if fp.fsdp_placement.dim != 0:
@@ -136,7 +135,7 @@ class Squares:
             batch = exchange.current()
             if batch is None or batch.single:
                 return None
-            if self._has_square(fp):
+            if exchange.has_square(fp._unsharded_param):
                 return self._square(fp)
             if pair.is_armed(fp._unsharded_param):
                 raise self._incomplete()
