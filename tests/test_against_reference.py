@@ -139,6 +139,30 @@ def test_loss_divisor_undoes_a_trainers_division(feed):
     assert distance(flat(twin.parameters()), flat(model.parameters())) < 1e-12
 
 
+@pytest.mark.parametrize("options", [{}, {"fold": "call"}, {"max_micro_norm": 0.1}, {"maximize": True}])
+def test_a_loss_divisor_may_be_asked_at_each_micro_batch(options):
+    """A loop that divides each micro-batch by another number, and tells, is one that does not divide."""
+    model, twin = mlp(), mlp()
+    divisor = [1.0]
+    opt = InvariantAdam(model.parameters(), **options)
+    other = InvariantAdam(twin.parameters(), loss_divisor=lambda: divisor[0], **options)
+    for i, x in enumerate(batches(12)):
+        for m, o in ((model, opt), (twin, other)):
+            divisor[0] = 1.0 if m is model else float(1 + i % 5)
+            (loss(m, x) / divisor[0]).backward()
+            if "fold" in options:
+                o.fold()
+            if i % 4 == 3:
+                o.step()
+    tol = 1e-8 if "max_micro_norm" in options else 1e-12  # a norm has a small number added to it
+    assert distance(flat(twin.parameters()), flat(model.parameters())) < tol
+    assert distance(moments(other)[1], moments(opt)[1]) < tol
+    divisor[0] = 0.0
+    with pytest.raises(ValueError, match=r"what loss_divisor\(\) returns must be a positive finite number, got 0"):
+        loss(twin, x).backward()
+        other.fold()
+
+
 def test_a_ragged_micro_batch_counts_by_its_samples():
     """Weights 1, 1, ½ are those of a list that has the full ones twice and the half one once."""
     for feed in ("backward", "call"):

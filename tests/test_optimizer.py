@@ -810,6 +810,35 @@ def test_lost_hooks_are_noticed_and_repaired():
     assert torch.equal(flat(model.parameters()), flat(twin.parameters()))
 
 
+def test_frozen_parameters_have_no_moments_until_they_are_unfrozen():
+    """A run that unfreezes its first layer is one whose first layer got no gradient so far."""
+    model, twin = mlp(), mlp()
+    model[0].requires_grad_(False)
+    opt, other = (InvariantAdam(m.parameters(), lr=1e-2, micro_batch_size=4) for m in (model, twin))
+    assert len(opt.state) == 4
+    xs = batches(4)
+    for m, o in ((model, opt), (twin, other)):
+        inputs = None if m is model else list(twin[2:].parameters())
+        loss(m, xs[0]).backward(inputs=inputs)
+        o.step()
+    assert len(opt.state) == len(opt.state_dict()["state"]) == 4
+
+    model[0].requires_grad_(True)
+    loaded_model = copy.deepcopy(model)
+    loaded = InvariantAdam(loaded_model.parameters(), lr=1e-2, micro_batch_size=4)
+    loaded.load_state_dict(opt.state_dict())
+    opt.zero_grad()  # finds the new parameters, as step() does
+    assert len(opt.state) == len(loaded.state) == 6
+    for m, o in ((model, opt), (twin, other), (loaded_model, loaded)):
+        for x in xs[1:]:
+            loss(m, x).backward()
+        o.step()
+        o.state_dict()  # normalises the moments
+        for p, q in zip(m.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
+            torch.testing.assert_close(o.state[p]["exp_avg_sq"], opt.state[q]["exp_avg_sq"], rtol=1e-12, atol=0)
+
+
 def test_a_failed_backward_is_noticed_and_the_update_can_be_abandoned():
     model, twin = mlp(), mlp()
     opt, other = InvariantAdam(model.parameters()), InvariantAdam(twin.parameters())

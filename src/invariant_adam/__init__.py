@@ -15,6 +15,7 @@ from .graphs import capture
 from .one_pass import UnsupportedUse, explain, one_pass
 from .optimizer import InvariantAdam
 from .schedules import InvariantEMA, SampleLambdaLR, warmup_cosine
+from .unwrap import unwrap
 
 if TYPE_CHECKING:
     from . import distributed
@@ -32,6 +33,7 @@ __all__ = [
     "one_pass",
     "reference",
     "scaling",
+    "unwrap",
     "warmup_cosine",
 ]
 

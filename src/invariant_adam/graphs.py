@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .fold.launcher import Launcher, Step
+from .fold.moments import KEYS
 from .fold.pair import Pair
 from .fold.queue import FoldQueue, is_coupled
 from .fold.scalars import Tally
 from .fold.update import Update
 from .kernels import adam as kernels
 from .optimizer import InvariantAdam
+from .unwrap import unwrap
 
 WIDTH = 8  # numbers in a row of slots: see `kernels.adam`
 _ROWS = 1 << 14  # launches of one update at most
@@ -224,8 +226,8 @@ class Captured:
         """Where everything is that the graph writes to, and what of it is to be trained."""
         moments, found = self.optimizer.queue.moments, []
         for p in moments.params():
-            state = moments.state[p]
-            found += [p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(), p.requires_grad]
+            state = moments.state.get(p, {})  # a frozen one has none
+            found += [p.data_ptr(), p.requires_grad, *(state[key].data_ptr() for key in KEYS if key in state)]
         return found
 
 
@@ -253,6 +255,7 @@ def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[],
     >>> opt.samples_seen
     40
     """
+    optimizer = unwrap(optimizer)
     _refuse(optimizer)
     params = list(optimizer.queue.moments.params())
     if not params[0].is_cuda:
@@ -288,8 +291,6 @@ def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def _refuse(optimizer: InvariantAdam) -> None:
-    if not isinstance(optimizer, InvariantAdam):
-        raise TypeError(f"capture needs an InvariantAdam, got {type(optimizer).__name__}")
     devices = {p.device for p in optimizer.queue.moments.params()}
     if len(devices) > 1:
         raise ValueError(f"capture needs all parameters on one device, got {', '.join(sorted(map(str, devices)))}")
@@ -343,7 +344,7 @@ def _baked(optimizer: InvariantAdam) -> dict[str, Any]:
     coupled = [(group["weight_decay"], group["maximize"]) if is_coupled(group) else None for group in groups]
     baked = {"max_micro_norm": norm, "weight_decay and maximize of each group": coupled}
     if any(coupled) or norm is not None:
-        baked["loss_divisor"] = optimizer.loss_divisor
+        baked["loss_divisor"] = optimizer.queue.divisor
     return baked
 
 

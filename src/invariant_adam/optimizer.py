@@ -55,7 +55,8 @@ class InvariantAdam(Optimizer):
         rule: "exponential", valid at any batch size, or "linear", the paper's (see `invariant_adam.scaling`).
         fold: "backward" folds each gradient in an autograd hook and frees it at once, so that `p.grad` is always
             None and no gradient accumulator exists. "call" leaves `p.grad` alone until `fold()`.
-        loss_divisor: what the training loop divided each micro-batch loss by (many trainers divide by κ).
+        loss_divisor: what the training loop divided each micro-batch loss by (many trainers divide by κ); or a
+            function of no arguments that tells, asked at each micro-batch.
         decoupled: True for AdamW's decay; False for L2, λw added to each micro-batch gradient.
         maximize: ascend instead of descend.
         state_dtype: dtype of the moments at least; those of a wider parameter have its dtype.
@@ -93,7 +94,7 @@ class InvariantAdam(Optimizer):
         tuned_batch_size: int | None = None,
         rule: str = "exponential",
         fold: str = "backward",
-        loss_divisor: float = 1.0,
+        loss_divisor: float | Callable[[], float] = 1.0,
         decoupled: bool = True,
         maximize: bool = False,
         state_dtype: torch.dtype = torch.float32,
@@ -158,14 +159,15 @@ class InvariantAdam(Optimizer):
         return seen
 
     @property
-    def loss_divisor(self) -> float:
-        """What the training loop divided each micro-batch loss by; may be set between updates."""
+    def loss_divisor(self) -> float | Callable[[], float]:
+        """What the training loop divided each micro-batch loss by, or a function of no arguments that tells."""
         return self.queue.loss_divisor
 
     @loss_divisor.setter
-    def loss_divisor(self, value: float) -> None:
-        checks.check_positive("loss_divisor", value)
-        self.queue.loss_divisor = float(value)
+    def loss_divisor(self, value: float | Callable[[], float]) -> None:
+        if not callable(value):
+            checks.check_positive("loss_divisor", value)
+        self.queue.loss_divisor = value if callable(value) else float(value)
 
     @property
     def max_micro_norm(self) -> float | None:

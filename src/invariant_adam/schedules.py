@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .optimizer import InvariantAdam
+from .unwrap import unwrap
 
 # Nodes and weights of Gauss-Legendre quadrature on [-1, 1], exact for polynomials up to degree 15.
 _NODES = (0.1834346424956498, 0.5255324099163290, 0.7966664774136267, 0.9602898564975363)
@@ -114,11 +115,12 @@ class SampleLambdaLR(LRScheduler):
     """
 
     def __init__(self, optimizer: InvariantAdam, lr_lambda: Schedule | Sequence[Schedule]) -> None:
-        if not isinstance(optimizer, InvariantAdam):
+        try:
+            optimizer = unwrap(optimizer)
+        except TypeError as error:
             raise TypeError(
-                f"SampleLambdaLR needs an InvariantAdam, which counts samples, got {type(optimizer).__name__}; use "
-                "torch's LambdaLR for optimizers that count steps"
-            )
+                f"SampleLambdaLR counts samples: {error}; use torch's LambdaLR for optimizers that count steps"
+            ) from None
         if optimizer.micro_batch_size is None:
             raise ValueError(
                 "SampleLambdaLR counts samples, and this InvariantAdam does not know them; give it micro_batch_size"
@@ -233,6 +235,7 @@ class InvariantEMA(AveragedModel):
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be in [0, 1), got {decay}")
+        optimizer = unwrap(optimizer)
         super().__init__(model, multi_avg_fn=self._average, use_buffers=use_buffers)
         self.register_buffer("samples", torch.tensor(optimizer.samples_seen, dtype=torch.int64))
         self.decay = decay

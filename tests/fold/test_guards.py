@@ -147,3 +147,25 @@ def test_a_copy_is_guarded_as_well():
     with pytest.raises(RuntimeError, match="max_micro_norm"):
         clip_grad.clip_grad_norm_(twin_model.parameters(), 1.0)
     twin.step()
+
+
+def test_a_question_for_the_norm_is_answered_not_refused():
+    """`clip_grad_norm_(..., inf)` is how trainers ask for a norm; NaN says that it is not known."""
+    code = (
+        "import torch, invariant_adam, warnings\n"
+        "from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "opt = invariant_adam.InvariantAdam(model.parameters())\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "with warnings.catch_warnings(record=True) as told:\n"
+        "    warnings.simplefilter('always')\n"
+        "    norms = [clip_grad_norm_(model.parameters(), float('inf')) for _ in range(2)]\n"
+        "    norms.append(clip_grad_norm_(model.parameters(), max_norm=torch.inf, norm_type=1.0))\n"
+        "print([norm.item() for norm in norms], len(told), told[0].filename, 'NaN' in str(told[0].message))\n"
+        "other = torch.nn.Linear(2, 2)\n"
+        "other(torch.ones(1, 2)).sum().backward()\n"
+        "print(clip_grad_norm_(other.parameters(), float('inf')).item() == 6**0.5)\n"
+        "opt.step()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[nan, nan, nan] 1 <string> True", "True"]

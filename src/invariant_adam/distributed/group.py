@@ -337,4 +337,4 @@ _ALIKE = (
 def _digest(queue: FoldQueue) -> int:
     """A number that differs between ranks whose hyperparameters do; sums of it are exact."""
     values = [(float(g["lr"]), *map(float, g["betas"]), *(g[key] for key in _ALIKE)) for g in queue.moments.groups]
-    return zlib.crc32(repr((queue.update.expected, queue.loss_divisor, values)).encode())
+    return zlib.crc32(repr((queue.update.expected, queue.divisor, values)).encode())

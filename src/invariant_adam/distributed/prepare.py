@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..fold.scalars import fresh
+from ..unwrap import unwrap
 from .fsdp import FullySharded, sharded_modules
 from .replicated import Replicated, silence
 from .sharded_state import ShardedState
@@ -60,6 +61,7 @@ def prepare(
             "distributed.prepare() found no process group; call torch.distributed.init_process_group() first (torchrun "
             "sets what it needs), or leave prepare() out in a single process"
         )
+    optimizer = unwrap(optimizer)
     queue = optimizer.queue
     queue.update.refuse_open("distributed.prepare()", "others have not seen them. Call it before a backward")
     if squares_dtype not in (None, torch.bfloat16, torch.float32):
@@ -112,13 +114,14 @@ def last_backward(optimizer: InvariantAdam) -> Iterator[None]:
     It changes when moments travel, never what the update is; without it, and without `opt.expect`, they travel at
     `step()`.
     """
-    reducer = optimizer.queue.reducer
+    queue = unwrap(optimizer).queue
+    reducer = queue.reducer
     reducer.last_backward = True
     try:
         yield
     finally:
         reducer.last_backward = False
-    reducer.end_last_backward(optimizer.queue)
+    reducer.end_last_backward(queue)
 
 
 def _ddp(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
@@ -189,10 +192,10 @@ def _check_alike(model: nn.Module, optimizer: InvariantAdam, group: dist.Process
     own: dict[str, Any] = {
         "model": [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors],
         "parameters": [(names[p], str(queue.moments.dtype_of(p))) for p in params],
-        "options": [queue.in_backward, queue.max_micro_norm, queue.loss_divisor],
+        "options": [queue.in_backward, queue.max_micro_norm, queue.divisor],
         "trainable": [p.requires_grad for p in params],
         "groups": [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups],
-        "counters": [[optimizer.state[p][k] for k in fresh()] for p in params],
+        "counters": [[optimizer.state[p][k] for k in fresh()] for p in params if p.requires_grad],
     }
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, own, group=group)

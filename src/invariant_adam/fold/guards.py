@@ -4,12 +4,15 @@ With fold="backward" a gradient is gone as soon as its backward has made it. Thr
 `clip_grad_norm_` and `clip_grad_value_`, `GradScaler.unscale_`, and the `step()` of another optimizer on the same
 parameters. `install` makes them refuse parameters whose gradients are folded, while an optimizer that folds in backward
 lives; with the last one torch's own functions come back. INVARIANT_ADAM_GUARDS=0 in the environment leaves torch alone.
+`clip_grad_norm_(..., inf)` clips nothing, it asks for a norm: it gets NaN, which is not known, and a warning.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +36,8 @@ def install(queue: FoldQueue) -> None:
     weakref.finalize(queue, _release).atexit = False
     if not _undo:
         clip = torch.nn.utils.clip_grad
-        _undo.append(_replace_inner(clip._clip_grads_with_norm_))  # what clip_grad_norm_ calls with the parameters
-        _undo.append(_replace_inner(clip.clip_grad_value_))
+        for function in (clip.clip_grad_norm_, clip._clip_grads_with_norm_, clip.clip_grad_value_):
+            _undo.append(_replace_inner(function))
         _undo.append(_replace_unscale())
         _undo.append(register_optimizer_step_pre_hook(_refuse_rival).remove)
 
@@ -57,19 +60,35 @@ def _replace_inner(function: Any) -> Callable[[], None]:
 
     @functools.wraps(inner)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if any(p.grad is None and hooks.folds(p) for p in parameters):
-                raise RuntimeError(
-                    'gradient clipping cannot act on parameters of InvariantAdam(fold="backward"): their gradients are '
-                    "folded and gone. Remove it (trainers: max_grad_norm=0, gradient_clip_val=None) and give "
-                    "InvariantAdam max_micro_norm, which clips each micro-batch and so does not depend on the batch "
-                    'size; or use fold="call", where p.grad stands until opt.fold()'
-                )
-        return inner(parameters, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return inner(parameters, *args, **kwargs)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        folded = next((p for p in parameters if p.grad is None and hooks.folds(p)), None)
+        if folded is None:
+            return inner(parameters, *args, **kwargs)
+        if (args[0] if args else kwargs.get("max_norm")) != math.inf:
+            raise RuntimeError(
+                'gradient clipping cannot act on parameters of InvariantAdam(fold="backward"): their gradients are '
+                "folded and gone. Remove it (transformers: max_grad_norm=0; lightning: gradient_clip_val=None) and "
+                "give InvariantAdam max_micro_norm, which clips each micro-batch and so does not depend on the batch "
+                'size; or use fold="call", where p.grad stands until opt.fold()'
+            )
+        _warn_of_norm()
+        return torch.full((), math.nan, device=folded.device)
 
     cell.cell_contents = clip
     return functools.partial(setattr, cell, "cell_contents", inner)
+
+
+@functools.cache
+def _warn_of_norm() -> None:
+    """Warn once: the callers are trainers that ask for the norm at each step, in order to log it."""
+    warnings.warn(
+        'clip_grad_norm_(..., inf) asks for the norm of gradients that InvariantAdam(fold="backward") has folded away: '
+        'it returns NaN. To log norms use fold="call", where p.grad stands until opt.fold()',
+        RuntimeWarning,
+        stacklevel=4,  # the line that asks; torch's no_grad is in between
+    )
 
 
 def _replace_unscale() -> Callable[[], None]:

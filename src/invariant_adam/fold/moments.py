@@ -64,13 +64,13 @@ class Moments:
         return _promote(p.dtype, self.dtype)
 
     def ensure(self, p: Tensor, index: int) -> None:
-        """Give `p`, of the group at `index`, moments of zero if it has none.
+        """Give `p`, of the group at `index`, moments of zero if it is trained and has none.
 
         They are made before the first gradient: torch.distributed.checkpoint looks for them before the first step.
         """
         self._index[p] = index
-        state = self.state[p]
-        if not state:
+        if p.requires_grad and not self.state.get(p):
+            state = self.state[p]
             m, v = (torch.zeros_like(p, dtype=self.dtype_of(p), requires_grad=False) for _ in KEYS)
             state |= {"step": torch.tensor(0.0), "exp_avg": m, "exp_avg_sq": v, **scalars.fresh()}
 
@@ -117,7 +117,7 @@ class Moments:
         for i, p in zip(ids, self.params(), strict=True):
             found = saved["state"].get(i)
             if not found:
-                self.state[p] = {}
+                self.state.pop(p, None)
                 self.ensure(p, self._index[p])
                 continue
             group, state = self.group(p), self.state[p]

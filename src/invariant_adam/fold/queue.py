@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ class FoldQueue:
 
     def __init__(self, moments: Moments, *, in_backward: bool, nonfinite: NonFinite) -> None:
         self.moments, self.in_backward, self.nonfinite = moments, in_backward, nonfinite
-        self.loss_divisor = 1.0
+        self.loss_divisor: float | Callable[[], float] = 1.0
         self.max_micro_norm: float | None = None
         self.weight = 1.0  # n/M of the micro-batch at hand
         self.update = Update()
@@ -56,9 +56,10 @@ class FoldQueue:
         self.launcher = Launcher()  # a capture puts its own here
         self.taker = hooks.Taker(self)  # one for all parameters, so that pairs with the same way may go together
         self._bound: Any = None  # what `bind` saw when each parameter had its state and its hook
+        self._trained = 0  # parameters that then were not frozen
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ("reducer", "launcher", "taker", "_bound")
+        left = ("reducer", "launcher", "taker", "_bound", "_trained")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,7 +76,7 @@ class FoldQueue:
         """
         moments = self.moments
         params = [(id(p), p.requires_grad) for p in moments.params()]
-        if (params, pair.subscriptions) == self._bound and len(moments.state) >= len(params) and not take:
+        if (params, pair.subscriptions) == self._bound and len(moments.state) >= self._trained and not take:
             return 0
         missing = 0
         for index, group in enumerate(moments.groups):
@@ -92,6 +93,7 @@ class FoldQueue:
                 missing += 1
                 hooks.own(p, self)
         self._bound = params, pair.subscriptions
+        self._trained = sum(trained for _, trained in params)
         return missing
 
     def on_grad(self, p: Tensor) -> None:
@@ -221,7 +223,7 @@ class FoldQueue:
         if self.max_micro_norm is not None:
             for x in pairs:  # before their norm is taken
                 kernels.guard([x.grad], None, self.nonfinite.counter(x.grad.device))
-            clipped = kernels.clip([x.grad for x in pairs], self.max_micro_norm, self.loss_divisor)
+            clipped = kernels.clip([x.grad for x in pairs], self.max_micro_norm, self.divisor)
             pairs = [x._replace(grad=grad) for x, grad in zip(pairs, clipped, strict=True)]
         if not any(map(is_coupled, self.moments.groups)):
             return pairs
@@ -274,9 +276,18 @@ class FoldQueue:
         m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
         return Fold(m, v, keep, gain, self.nonfinite.counter(p.device), None, x.grad, x.grad_sq, p, place)
 
+    @property
+    def divisor(self) -> float:
+        """What the loss of the micro-batch at hand was divided by."""
+        if not callable(self.loss_divisor):
+            return self.loss_divisor
+        value = float(self.loss_divisor())
+        checks.check_positive("what loss_divisor() returns", value)
+        return value
+
     def sign(self, p: Tensor) -> float:
         """What a gradient of `p` must be multiplied with: the loss divisor, negative to maximize."""
-        return -self.loss_divisor if self.moments.group(p)["maximize"] else self.loss_divisor
+        return -self.divisor if self.moments.group(p)["maximize"] else self.divisor
 
     def _is_whole(self, tally: Tally, x: Pair) -> bool:
         """Whether a gradient is all that its parameter gets in this update, so that it may wait for the step.

@@ -52,8 +52,8 @@ class Reducer:
 
     def reduce_update(self, queue: FoldQueue, check: Callable[[], None]) -> None:
         """Make the update all ranks'; `check` refuses what is wrong on this one."""
+        checks.refuse_ranks()  # first: a gradient that DDP has assigned would be refused with another remedy
         check()
-        checks.refuse_ranks()
 
     def abandon_update(self, queue: FoldQueue) -> None:
         """Make ready to give the update up."""
