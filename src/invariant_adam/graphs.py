@@ -10,7 +10,7 @@ advance on the host exactly as in an eager update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from .fold.launcher import Launcher, Step
 from .fold.pair import Pair
-from .fold.queue import FoldQueue
+from .fold.queue import FoldQueue, is_coupled
 from .fold.scalars import Tally
 from .fold.update import Update
 from .kernels import adam as kernels
@@ -62,9 +62,8 @@ class Recorder(Launcher):
         self.rows: list[Row] = []
         self.update: Update | None = None  # as it was at the step
         # Made before the capture, since what a graph allocates inside it may share its memory with others.
-        self._tables = {
-            dtype: torch.zeros(_ROWS, WIDTH, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)
-        }
+        dtypes = (torch.float32, torch.float64)
+        self._tables = {dtype: torch.zeros(_ROWS, WIDTH, dtype=dtype, device=device) for dtype in dtypes}
 
     def arrive(self, p: Tensor, tally: Tally, pair: Pair) -> int:
         """Note a gradient, but for its values; return its place."""
@@ -315,8 +314,8 @@ def _refuse(optimizer: InvariantAdam) -> None:
 def _refuse_step_hooks(optimizer: InvariantAdam) -> None:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError(
-            "the optimizer has step hooks, which a replay would not call; remove them, or use "
-            "opt.register_update_hook, which it calls"
+            "the optimizer has step hooks, and a replay would call them all before the graph runs, those for after the "
+            "step too; remove them, or use opt.register_update_hook, whose hooks come before the weights move anyway"
         )
 
 
@@ -340,13 +339,10 @@ def _refuse_kept(params: Sequence[Tensor]) -> None:
 
 def _baked(optimizer: InvariantAdam) -> dict[str, Any]:
     """What is in the launches themselves, not in their slots."""
-    baked: dict[str, Any] = {"max_micro_norm": optimizer.max_micro_norm}
-    coupled = []
-    for group in optimizer.param_groups:
-        l2 = group["weight_decay"] and not group["decoupled_weight_decay"]
-        coupled.append((group["weight_decay"], group["maximize"]) if l2 else None)
-    baked["weight_decay and maximize of each group"] = coupled
-    if any(coupled) or optimizer.max_micro_norm is not None:
+    norm, groups = optimizer.max_micro_norm, optimizer.param_groups
+    coupled = [(group["weight_decay"], group["maximize"]) if is_coupled(group) else None for group in groups]
+    baked = {"max_micro_norm": norm, "weight_decay and maximize of each group": coupled}
+    if any(coupled) or norm is not None:
         baked["loss_divisor"] = optimizer.loss_divisor
     return baked
 
@@ -364,9 +360,8 @@ class _Feed:
             table.copy_(values)
             return
         if table.dtype not in self._pinned:
-            self._pinned[table.dtype] = [
-                (torch.empty_like(values, pin_memory=True), torch.cuda.Event()) for _ in range(_BUFFERS)
-            ]
+            new = [(torch.empty_like(values, pin_memory=True), torch.cuda.Event()) for _ in range(_BUFFERS)]
+            self._pinned[table.dtype] = new
         self._turn += 1
         buffer, read = self._pinned[table.dtype][self._turn % _BUFFERS]
         read.synchronize()
@@ -390,10 +385,8 @@ class _Shelf:
         self._used = 0
         self._tables: list[tuple[Tensor, Tensor]] = []
 
-    @contextmanager
-    def standing(self) -> Iterator[None]:
-        with kernels.tables_on(self._place):
-            yield
+    def standing(self) -> AbstractContextManager[None]:
+        return kernels.tables_on(self._place)
 
     def _place(self, table: Tensor, device: torch.device) -> Tensor:
         size = table.numel() * table.element_size()

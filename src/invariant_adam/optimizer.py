@@ -21,7 +21,7 @@ from .fold import checks, guards, pair, scalars
 from .fold.launcher import Step
 from .fold.moments import Moments, NonFinite
 from .fold.queue import FoldQueue
-from .scaling import RULES, check_decay, check_hyperparameters, check_keep, find_rule
+from .scaling import RULES, check_decay, check_hyperparameters, check_keep
 
 F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
@@ -104,11 +104,9 @@ class InvariantAdam(Optimizer):
     ) -> None:
         checks.check_adamw_options(adamw_options)
         checks.check_sizes(micro_batch_size, tuned_batch_size)
-        find_rule(rule, ("exponential", "linear"))
+        checks.check_choice("rule", rule, ("exponential", "linear"))
         checks.check_choice("fold", fold, ("backward", "call"))
         checks.check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
-        if max_micro_norm is not None:
-            checks.check_positive("max_micro_norm", max_micro_norm)
         checks.check_state_dtype(state_dtype)
         # What folds, for the modules of this package that bring gradients or reduce them.
         self.queue = FoldQueue(
@@ -176,6 +174,8 @@ class InvariantAdam(Optimizer):
 
     @max_micro_norm.setter
     def max_micro_norm(self, value: float | None) -> None:
+        if value is not None:
+            checks.check_positive("max_micro_norm", value)
         self.queue.max_micro_norm = value
 
     @property
@@ -327,14 +327,13 @@ class InvariantAdam(Optimizer):
         if self.param_groups:
             param_group["samples_seen"] = self.samples_seen
             param_group["kappa"] = self.param_groups[0]["kappa"]
-        reducer = self.queue.reducer.with_new_parameters(self.queue)
         super().add_param_group(param_group)
         try:
             checks.check_group(self.param_groups, gradients=not self.queue.in_backward)
+            self.queue.reducer.add_parameters(self.queue)
         except BaseException:
             self.param_groups.pop()
             raise
-        self.queue.reducer = reducer
         self.queue.bind(take=True)
 
     @_eager
@@ -370,7 +369,7 @@ class InvariantAdam(Optimizer):
             self.defaults[key] = self.param_groups[0][key]
         self.queue.moments.restore(loaded[0])
         self.queue.reset()
-        self.queue.rebind()
+        self.queue.bind()
 
     def __getstate__(self) -> dict[str, Any]:
         self.queue.flush()  # before the moments are copied

@@ -96,7 +96,9 @@ def scale(
     for name, batch in (("from_batch", from_batch), ("to_batch", to_batch)):
         if not 0 < batch < math.inf:
             raise ValueError(f"{name} must be a positive number of samples, got {batch}")
-    law = find_rule(rule, tuple(RULES))
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {rule!r}")
+    law = RULES[rule]
     rho = to_batch / from_batch
     check_rho(rule, rho, betas, batch=to_batch, tuned=from_batch)
     new_lr = lr * law.lr(rho)
@@ -106,13 +108,6 @@ def scale(
     check_keep(1 - share, rule, lr, weight_decay, rho)
     new_decay = share / new_lr if new_lr else weight_decay
     return Hyperparameters(new_lr, new_betas, new_decay)
-
-
-def find_rule(rule: str, among: tuple[str, ...]) -> Rule:
-    """Look a rule up by name; a wrong name is told the right ones."""
-    if rule not in among:
-        raise ValueError(f"rule must be one of {', '.join(map(repr, among))}, got {rule!r}")
-    return RULES[rule]
 
 
 def check_rho(rule: str, rho: float, betas: tuple[float, float], *, batch: float, tuned: float) -> None:

@@ -20,6 +20,8 @@ from .optimizer import InvariantAdam
 _NODES = (0.1834346424956498, 0.5255324099163290, 0.7966664774136267, 0.9602898564975363)
 _WEIGHTS = (0.3626837833783620, 0.3137066458778873, 0.2223810344533745, 0.1012285362903763)
 
+Schedule = Callable[[float], float]  # samples -> factor on the learning rate
+
 
 class WarmupCosine:
     """A linear warm-up and half a cosine, as a function of samples; made by `warmup_cosine`."""
@@ -69,7 +71,7 @@ def warmup_cosine(warmup: float, total: float, *, floor: float = 0.0) -> WarmupC
     return WarmupCosine(float(warmup), float(total), float(floor))
 
 
-def mean_factor(schedule: Callable[[float], float], start: float, stop: float) -> float:
+def mean_factor(schedule: Schedule, start: float, stop: float) -> float:
     """Return the mean of `schedule` over the samples from `start` to `stop`.
 
     Exact where the schedule has a `mean(start, stop)` of its own; otherwise by quadrature, exact for polynomials up to
@@ -111,11 +113,7 @@ class SampleLambdaLR(LRScheduler):
     [0.05]
     """
 
-    def __init__(
-        self,
-        optimizer: InvariantAdam,
-        lr_lambda: Callable[[float], float] | Sequence[Callable[[float], float]],
-    ) -> None:
+    def __init__(self, optimizer: InvariantAdam, lr_lambda: Schedule | Sequence[Schedule]) -> None:
         if not isinstance(optimizer, InvariantAdam):
             raise TypeError(
                 f"SampleLambdaLR needs an InvariantAdam, which counts samples, got {type(optimizer).__name__}; use "
@@ -198,9 +196,7 @@ class SampleLambdaLR(LRScheduler):
                 f"{len(self.base_lrs)}; build the optimizer with the same groups"
             )
         self.base_lrs = list(state_dict["base_lrs"])
-        start, stop = state_dict["span"]
-        self._span = (start, stop)
-        self._apply()
+        self._on_update(self.optimizer, *state_dict["span"])
 
 
 class InvariantEMA(AveragedModel):
@@ -268,8 +264,8 @@ class InvariantEMA(AveragedModel):
     def __deepcopy__(self, memo: dict[int, Any]) -> InvariantEMA:
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_optimizer": None}, memo))
-        twin._optimizer = self._optimizer  # the same run, averaged twice
+        # A copy of a weak reference is the reference itself: the same run, averaged twice.
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
     @torch.no_grad()

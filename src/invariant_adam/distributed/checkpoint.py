@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ from ..optimizer import InvariantAdam
 from .wire import lost_rank_named
 
 T = TypeVar("T")
-Group = Any  # a torch.distributed.ProcessGroup, which builds of torch without distributed lack
+Folder = str | os.PathLike[str]
+Group = dist.ProcessGroup | None
 _NAME = re.compile(r"samples-(\d{12,})")
 
 
@@ -49,7 +50,7 @@ class Stateful(Protocol):
 
 
 def save(
-    folder: str | os.PathLike[str],
+    folder: Folder,
     model: nn.Module,
     optimizer: InvariantAdam,
     *,
@@ -93,12 +94,7 @@ def save(
 
 
 def load_latest(
-    folder: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: InvariantAdam,
-    *,
-    process_group: Group = None,
-    **others: Stateful,
+    folder: Folder, model: nn.Module, optimizer: InvariantAdam, *, process_group: Group = None, **others: Stateful
 ) -> Path | None:
     """Load the latest whole checkpoint into model and optimizer; return its directory, or None where there is none.
 
@@ -132,7 +128,7 @@ def load_latest(
     return path
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
+def latest(folder: Folder) -> Path | None:
     """Return the directory of the latest checkpoint in `folder` that is whole, or None.
 
     What a dying process left is never seen; one that was damaged later (a copy cut short, a file lost) is passed over
@@ -146,9 +142,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def find_damage(path: str | os.PathLike[str]) -> str | None:
+def find_damage(path: Path) -> str | None:
     """Return what is missing from a checkpoint's directory, or None when all files are there at their full length."""
-    path = Path(path)
     try:
         metadata = _Reader(path).read_metadata()
     except FileNotFoundError:
@@ -159,11 +154,10 @@ def find_damage(path: str | os.PathLike[str]) -> str | None:
     for item in metadata.storage_data.values():
         ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
     for name, end in ends.items():
-        file = path / name
-        if not file.exists():
+        if not (path / name).exists():
             return f"its file {name} is missing"
-        if file.stat().st_size < end:
-            return f"its file {name} has {file.stat().st_size} of {end} bytes"
+        if (size := (path / name).stat().st_size) < end:
+            return f"its file {name} has {size} of {end} bytes"
     return None
 
 
@@ -255,21 +249,19 @@ def _on_first(action: Callable[[], T], group: Group) -> T:
     if not dist.is_initialized():
         return action()
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    answer: list[Any] = [None, None]
+    result: T | None = None
     failure: Exception | None = None
     if dist.get_rank() == first:
         try:
-            answer[0] = action()
+            result = action()
         except Exception as error:
-            failure, answer[1] = error, f"{type(error).__name__}: {error}"
+            failure = error
+    answer: list[Any] = [result, failure and f"{type(failure).__name__}: {failure}"]
     with lost_rank_named("saving or loading a checkpoint"):
         dist.broadcast_object_list(answer, src=first, group=group)
-    if failure is not None:
-        raise failure
     if answer[1] is not None:
-        raise RuntimeError(f"rank {first} could not go on: {answer[1]}")
-    result: T = answer[0]
-    return result
+        raise failure or RuntimeError(f"rank {first} could not go on: {answer[1]}")
+    return cast(T, answer[0])
 
 
 # ---------------------------------------------------------------------- reading data, never code

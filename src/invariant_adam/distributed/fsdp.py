@@ -62,7 +62,7 @@ class Squares:
                 "FSDP2 divides the gradients by a factor of the user's (set_gradient_divide_factor), which squares "
                 "cannot follow; leave it out, and tell InvariantAdam what the loss was divided by (loss_divisor)"
             )
-        squares = self._local(input_tensor)
+        squares, info = self._local(input_tensor), self.group.mesh_info
         reduce_scatter(output_tensor, input_tensor, op=op, group=group)
         if self.dtype is None:
             self.mean = torch.empty_like(output_tensor, dtype=torch.float32)
@@ -73,7 +73,7 @@ class Squares:
             if op == dist.ReduceOp.AVG:
                 self.mean.div_(group.size())
         if op == dist.ReduceOp.SUM:
-            self.mean.div_(self._ranks)
+            self.mean.div_(info.shard_mesh_size * getattr(info, "replicate_mesh_size", 1))
         if torch._C._current_graph_task_id() >= 0:
             hooks.when_finished(self._forget)
 
@@ -82,11 +82,13 @@ class Squares:
 
     def _local(self, grads: Tensor) -> Tensor:
         """This rank's squares, in the layout of its gradients: to each rank its rows of one parameter after another."""
-        params = self._squared()
-        if params is None:  # in float32, whatever the gradients travel in
+        batch = exchange.current()
+        if batch is None or batch.single:  # in float32, whatever the gradients travel in
             return grads.float().square_() if grads.dtype != torch.float32 else grads.square()
         ranks = self.group.mesh_info.shard_mesh_size
-        squares = [self._square(fp).float() for fp in params]
+        squares = [
+            self._square(fp).float() for fp in self.group.fsdp_params if exchange.has_square(fp._unsharded_param)
+        ]
         if grads.numel() != sum(-(-len(s) // ranks) * ranks * (s.numel() // len(s)) for s in squares if s.numel()):
             raise self._incomplete()
         rows = torch.empty(ranks, grads.numel() // ranks, device=grads.device)
@@ -99,16 +101,6 @@ class Squares:
             f"one_pass: among {names} there are gradients without squares, or squares without gradients; loop over "
             "micro-batches, or check the plain model to see which"
         )
-
-    def _squared(self) -> list[Any] | None:
-        """Parameters whose squares one_pass has; None where it is not open, or the mini-batch is one micro-batch."""
-        batch = exchange.current()
-        if batch is None or batch.single:
-            return None
-        return [fp for fp in self.group.fsdp_params if self._has_square(fp)]
-
-    def _has_square(self, fp: Any) -> bool:
-        return hasattr(fp, "_unsharded_param") and exchange.has_square(fp._unsharded_param)
 
     def _square(self, fp: Any) -> Tensor:
         if fp.fsdp_placement.dim != 0:
@@ -130,11 +122,6 @@ class Squares:
         summed = self.group.force_sum_reduction_for_comms
         dist.all_reduce(mean, op=dist.ReduceOp.SUM if summed else dist.ReduceOp.AVG, group=group)
 
-    @property
-    def _ranks(self) -> int:
-        info = self.group.mesh_info
-        return int(info.shard_mesh_size * getattr(info, "replicate_mesh_size", 1))
-
     def take(self, grad: Tensor, fp: Any) -> Tensor | None:
         """This rank's piece of the mean square that belongs to its piece of a gradient; None for the gradient's own."""
         base = grad._base  # what FSDP2 reduced at once
@@ -148,7 +135,7 @@ class Squares:
             batch = exchange.current()
             if batch is None or batch.single:
                 return None
-            if self._has_square(fp):
+            if exchange.has_square(fp._unsharded_param):
                 return self._square(fp)
             if pair.is_armed(fp._unsharded_param):
                 raise self._incomplete()
@@ -170,44 +157,37 @@ class FullySharded(GroupReducer):
         squares_dtype: what squares travel in between shards; None for float32.
     """
 
-    even = True  # FSDP2's own collectives ask for it
+    even = True  # FSDP2's own collectives ask for it, and average over all ranks
     kernels_fold = False
 
     def __init__(self, model: nn.Module, queue: FoldQueue, squares_dtype: torch.dtype | None = None) -> None:
-        found = list(_groups(model))
-        info = found[0].mesh_info
-        super().__init__(
-            [
-                group
-                for name in ("shard_process_group", "replicate_process_group")
-                if (group := getattr(info, name, None)) is not None
-            ]
-        )
+        found = [group for module in sharded_modules(model) for group in _groups(module)]
+        names = ("shard_process_group", "replicate_process_group")
+        groups = [getattr(found[0].mesh_info, name, None) for name in names]
+        super().__init__([group for group in groups if group is not None])
         self._check(found, queue)
-        self.queue = weakref.ref(queue)
         self.squares: dict[Tensor, tuple[Squares, Any]] = {}
         self.squares_dtype = squares_dtype
 
     def attach(self, model: nn.Module, queue: FoldQueue) -> None:
         """Put the squares beside FSDP2's own, in place of those of an optimizer before."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                for group in _groups_of(module):
-                    squares = group._reduce_scatter_comm  # another optimizer may need them too
-                    if not isinstance(squares, Squares) or squares.dtype != self.squares_dtype:
-                        squares = Squares(group, self.squares_dtype)
-                    module.set_custom_reduce_scatter(squares)  # type: ignore[arg-type] # only typed as a class
-                    if hasattr(group.mesh_info, "replicate_process_group"):
-                        module.set_all_reduce_hook(squares.all_reduce)
-                    self.squares |= {fp.sharded_param: (squares, fp) for fp in group.fsdp_params}
-                _insist(module)
+        for module in sharded_modules(model):
+            for group in _groups(module):
+                squares = group._reduce_scatter_comm  # another optimizer may need them too
+                if not isinstance(squares, Squares) or squares.dtype != self.squares_dtype:
+                    squares = Squares(group, self.squares_dtype)
+                module.set_custom_reduce_scatter(squares)
+                if hasattr(group.mesh_info, "replicate_process_group"):
+                    module.set_all_reduce_hook(squares.all_reduce)
+                self.squares |= {fp.sharded_param: (squares, fp) for fp in group.fsdp_params}
+            _insist(module)
         # The hook does not hold us, who hold the parameter: Python does not see cycles through hooks, and frees none.
-        me = weakref.ref(self)
+        reference = weakref.ref(queue)
 
         def beside(p: Tensor) -> None:
-            reducer = me()
-            if reducer is not None:
-                reducer.leave_pair(p)
+            queue = reference()
+            if queue is not None and isinstance(queue.reducer, FullySharded):
+                queue.reducer.leave_pair(queue, p)
 
         for p in queue.moments.params():
             if p in _pairs:
@@ -215,7 +195,7 @@ class FullySharded(GroupReducer):
             if p.requires_grad:
                 if not queue.in_backward:
                     _pairs[p] = p.register_post_accumulate_grad_hook(beside)
-                queue.own(p)
+                hooks.own(p, queue)
 
     def _check(self, groups: list[Any], queue: FoldQueue) -> None:
         sharded = {fp.sharded_param: fp for group in groups for fp in group.fsdp_params}
@@ -266,14 +246,13 @@ class FullySharded(GroupReducer):
             if not group.reduce_grads or not group.all_reduce_grads:
                 raise ValueError(_NO_SYNC)
 
-    def leave_pair(self, p: Tensor) -> None:
+    def leave_pair(self, queue: FoldQueue, p: Tensor) -> None:
         """Put the mean square beside the mean gradient that FSDP2 has left on `p`."""
         if pair.is_there(p):
             raise RuntimeError(
                 "a second backward came before the gradients of the first were folded; call opt.fold() after each"
             )
-        queue = self.queue()
-        grad, square, kappa, scale = self._piece(p, 1.0 if queue is None else queue.weight)[:4]
+        grad, square, kappa, scale = self._piece(p, queue.weight)[:4]
         if square is None:
             square = grad.float().square_() if grad.dtype != torch.float32 else grad.square()
         pair.leave(p, self.squares[p][1].to_sharded_dtensor(square), kappa, scale)
@@ -292,9 +271,7 @@ class FullySharded(GroupReducer):
             weight, scale = batch.kappa, batch.scale
         return Pair(grad, square, self.size * weight, scale)
 
-    def send(  # noqa: D102 - as Reducer has it
-        self, queue: FoldQueue, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]
-    ) -> bool:
+    def send(self, queue: FoldQueue, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]) -> bool:  # noqa: D102
         for p, x in zip(params, pairs, strict=True):
             if x.grad_sq is None and self.size > 1:
                 raise RuntimeError(
@@ -304,9 +281,6 @@ class FullySharded(GroupReducer):
                 )
         return False
 
-    def count(self, queue: FoldQueue, p: Tensor) -> float:  # noqa: D102 - as GroupReducer has it
-        return super().count(queue, p) / self.size  # every rank has counted them all
-
 
 _NO_SYNC = (
     "set_requires_gradient_sync(False) adds micro-batch gradients up before they can be squared, and "
@@ -315,30 +289,30 @@ _NO_SYNC = (
 )
 
 
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that `fully_shard` was called on."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def unsharded_parameters(model: nn.Module) -> list[tuple[str, Tensor]] | None:
     """The parameters that forward and backward use, by name: plain ones, which FSDP2 fills before it uses them.
 
     None for a model that it does not shard.
     """
-    if not is_fully_sharded(model):
+    modules = sharded_modules(model)
+    if not modules:
         return None
     found: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            groups = _groups_of(module)
-            if any(not hasattr(fp, "_unsharded_param") for group in groups for fp in group.fsdp_params):
-                module.unshard()
-                module.reshard()
-            found |= {fp.sharded_param: fp._unsharded_param for group in groups for fp in group.fsdp_params}
+    for module in modules:
+        sharded = [fp for group in _groups(module) for fp in group.fsdp_params]
+        if any(not hasattr(fp, "_unsharded_param") for fp in sharded):
+            module.unshard()
+            module.reshard()
+        found |= {fp.sharded_param: fp._unsharded_param for fp in sharded}
     return [(name, found[p]) for name, p in model.named_parameters(remove_duplicate=False)]
 
 
 exchange.register_source(unsharded_parameters)
-
-
-def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on the model or on a module of it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _insist(module: Any) -> None:
@@ -359,15 +333,9 @@ def _insist(module: Any) -> None:
         setattr(module, name, requires(name))
 
 
-def _groups_of(module: Any) -> list[Any]:
+def _groups(module: Any) -> list[Any]:
     """FSDP2's parameter groups of one module; torch before 2.13 has one at most."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-
-
-def _groups(model: nn.Module) -> Any:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from _groups_of(module)

@@ -9,34 +9,24 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import is_
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..fold.moments import KEYS, Moments, whole
 from ..fold.reducer import Reducer
-from .wire import broadcast_first, lost_rank_named
+from .wire import broadcast_first, in_pieces, lost_rank_named
 
 if TYPE_CHECKING:
     from ..fold.queue import FoldQueue
     from ..fold.update import Update
 
-
-class Outdated(Reducer):
-    """The reducer of an optimizer that got parameters after `prepare`."""
-
-    def before_fold(self, queue: FoldQueue, p: Tensor) -> None:  # noqa: D102 - as Reducer has it
-        raise RuntimeError(
-            "parameters were added to the optimizer after distributed.prepare(), which has not made them the same on "
-            "all ranks; call prepare(model, opt) again, on every rank, before the next backward"
-        )
-
-    def reduce_update(self, queue: FoldQueue, check: Callable[[], None]) -> None:  # noqa: D102
-        self.before_fold(queue, next(queue.moments.params()))
+ALIGNED = 4  # elements: each piece begins at a multiple of 16 bytes, where kernels load that many at a time
 
 
 class GroupReducer(Reducer):
@@ -48,14 +38,16 @@ class GroupReducer(Reducer):
 
     gradients_wait = False  # the moments are reduced before the weights move
     several = True
-    even = False  # whether all ranks must bring as many micro-batches
+    even = False  # all ranks bring as many micro-batches, and each counts those of all
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
         self.groups = groups
         self.size = prod(group.size() for group in groups)
         self.alone = self.size == 1  # there is nobody to send to, and no collective is started
+        self.on_cpu = all(any(d.type == "cpu" for d in group._device_types) for group in groups)
         self.update: Update | None = None  # the one under way
         self.reduced: Update | None = None  # the one that is reduced, stepped or not
+        self.outdated = False  # the optimizer got parameters after `prepare`
         self.late = False  # a gradient came after the moments were reduced
         self.buffers: list[Tensor] = []  # of the model, which are to be the first rank's after each step
 
@@ -68,6 +60,11 @@ class GroupReducer(Reducer):
         self._begin_update(queue)
 
     def _begin_update(self, queue: FoldQueue) -> None:
+        if self.outdated:
+            raise RuntimeError(
+                "parameters were added to the optimizer after distributed.prepare(), which has not made them the same "
+                "on all ranks; call prepare(model, opt) again, on every rank, before the next backward"
+            )
         if queue.update is self.update:
             return
         if not self._there():
@@ -82,13 +79,13 @@ class GroupReducer(Reducer):
         """Whether the process groups still are."""
         return dist.is_initialized() and all(g in dist.distributed_c10d._world.pg_group_ranks for g in self.groups)
 
-    def with_new_parameters(self, queue: FoldQueue) -> Reducer:  # noqa: D102
+    def add_parameters(self, queue: FoldQueue) -> None:  # noqa: D102
         if queue.update.tallies:
             raise RuntimeError(
                 f"add_param_group() in the middle of an update that {self.size} ranks share; call it after step(), on "
                 "all of them, and prepare(model, opt) again"
             )
-        return Outdated()
+        self.outdated = True
 
     def open(self, queue: FoldQueue) -> None:
         """Begin an update."""
@@ -99,51 +96,52 @@ class GroupReducer(Reducer):
     def reduce_again(self, queue: FoldQueue) -> None:
         """Do it once more, for gradients that came after it."""
 
-    def count(self, queue: FoldQueue, p: Tensor) -> float:
-        """Micro-batches of `p` that this rank brought."""
-        tally = queue.update.tallies.get(p)
-        return 0.0 if tally is None else tally.kappa
-
     def reduce_update(self, queue: FoldQueue, check: Callable[[], None]) -> None:  # noqa: D102
         if queue.update is self.reduced:
             return
-        with lost_rank_named("closing an update"):
-            self._begin_update(queue)  # unless a gradient did
-            error: Exception | None = None
-            try:
-                check()
-                if queue.update.tallies:
-                    queue.update.check_whole(queue.moments.name)
-            except Exception as e:  # told to all ranks first
-                error = e
-            queue.flush()
-            self.reduce(queue)
-            own, total = self._sum_counts(queue, failed=error is not None)
-            if total.late:
-                self.reduce_again(queue)
-            self.reduced = queue.update
-            for p, kappa in zip(queue.moments.params(), total.counts, strict=True):
-                self._take_count(queue, p, kappa)
-            if total.seen:
-                queue.update.micro_batches = {0: total.seen}
+        error: Exception | None = None
+        try:
+            check()
+            if queue.update.tallies:
+                queue.update.check_whole(queue.moments.name)
+        except Exception as e:  # told to all ranks first
+            error = e
+        own, total = self._close(queue, failed=error is not None)
         if error is not None:
             raise error
         self._refuse(own, total)
 
-    def _sum_counts(self, queue: FoldQueue, failed: bool) -> tuple[_News, _News]:
-        """What this rank tells the others, and its sum over the ranks."""
-        params, nonfinite = list(queue.moments.params()), queue.nonfinite
-        own = _News(
-            float(failed),
-            float(self.late),
-            float(nonfinite.new if nonfinite.raises else 0),
-            float(_digest(queue)),
-            sum(queue.update.micro_batches.values()),
-            [self.count(queue, p) for p in params],
-        )
-        summed = self.sum([*own[:5], *own.counts], params[0].device)
-        failing, late, stop, digest, seen, *counts = summed
-        return own, _News(failing, late, stop, digest, seen, counts)
+    def _close(self, queue: FoldQueue, failed: bool) -> tuple[_News, _News]:
+        """Make the update all ranks'; return what this rank tells the others of it, and the sum over the ranks."""
+        with lost_rank_named("closing an update"):
+            self._begin_update(queue)  # unless a gradient did
+            queue.flush()
+            self.reduce(queue)
+            params, tallies, nonfinite = list(queue.moments.params()), queue.update.tallies, queue.nonfinite
+            ranks = self.size if self.even else 1
+            own = _News(
+                failed,
+                self.late,
+                nonfinite.new if nonfinite.raises else 0,
+                _digest(queue),
+                sum(queue.update.micro_batches.values()),
+                [tallies[p].kappa / ranks if p in tallies else 0.0 for p in params],
+            )
+            failing, late, stop, digest, seen, *counts = self.sum([*own[:5], *own.counts], params[0].device)
+            total = _News(failing, late, stop, digest, seen, counts)
+            if total.late:
+                self.reduce_again(queue)
+            self.reduced = queue.update
+            for p, kappa in zip(params, total.counts, strict=True):
+                if kappa:
+                    tallies[p].kappa = kappa
+                elif p in tallies:
+                    # No rank had a gradient, but its moments were made ready for one: what they lost is owed back.
+                    tally, state = tallies.pop(p), queue.moments.state[p]
+                    state["norm1"], state["norm2"] = tally.a or (state["norm1"], state["norm2"])
+            if total.seen:
+                queue.update.micro_batches = {0: total.seen}
+        return own, total
 
     def _refuse(self, own: _News, total: _News) -> None:
         """Refuse an update that another rank refuses, or that the ranks do not mean alike."""
@@ -171,38 +169,23 @@ class GroupReducer(Reducer):
                 "weights have not moved"
             )
 
-    def _take_count(self, queue: FoldQueue, p: Tensor, kappa: float) -> None:
-        """Make the micro-batches of `p` those of all ranks."""
-        tallies = queue.update.tallies
-        tally = tallies.get(p)
-        if kappa:
-            assert tally is not None
-            tally.kappa = kappa
-        elif tally is not None:
-            # No rank had a gradient of it, but its moments were made ready for one: what they lost is owed back.
-            del tallies[p]
-            if tally.a is not None:
-                queue.moments.state[p]["norm1"], queue.moments.state[p]["norm2"] = tally.a
-
     def sum(self, values: list[float], device: torch.device) -> list[float]:
-        """Add up over the ranks, exactly for whole numbers; on the CPU where the group can, so as not to wait."""
+        """Add up over the ranks, exactly for whole numbers."""
         if self.alone:
             return values
-        cpu = all(any(d.type == "cpu" for d in group._device_types) for group in self.groups)
-        total = torch.tensor(values, dtype=torch.float64, device="cpu" if cpu else device)
+        total = self.tensor(values, device)
         for group in self.groups:
             dist.all_reduce(total, group=group)
         result: list[float] = total.tolist()
         return result
 
-    def abandon_update(self, queue: FoldQueue) -> None:  # noqa: D102
-        def gives_up() -> None:
-            raise _Abandoned
+    def tensor(self, values: list[float], device: torch.device) -> Tensor:
+        """Numbers to be summed; on the CPU where the groups can, so as not to wait for the device."""
+        return torch.tensor(values, dtype=torch.float64, device="cpu" if self.on_cpu else device)
 
-        if not self._there():
-            return  # nobody is left to be told
-        with suppress(_Abandoned):
-            self.reduce_update(queue, gives_up)
+    def abandon_update(self, queue: FoldQueue) -> None:  # noqa: D102
+        if queue.update is not self.reduced and not self.outdated and self._there():  # else nobody is to be told
+            self._close(queue, failed=True)
 
     def drop_update(self, queue: FoldQueue) -> None:  # noqa: D102
         if queue.update.tallies and not self.alone and self._there():
@@ -234,25 +217,108 @@ class GroupReducer(Reducer):
         """Give every rank the weights that others have moved."""
 
 
-def divide(params: list[Tensor], kinds: dict[Tensor, Any], size: Callable[[Tensor], int], limit: int) -> list[Any]:
-    """Divide parameters into buckets of one kind and about `limit` bytes.
-
-    The last come first: that is roughly the order in which a backward reaches them.
+class Bucket:
+    """Parameters that travel together, and this rank's pieces of their moments, side by side in one buffer.
 
     Args:
-        params: the parameters.
-        kinds: what those of a bucket must share.
-        size: parameter -> bytes.
-        limit: bytes at which a bucket is full.
+        index: its place among the buckets.
+        params: of one device and dtype.
+        dtype: of the moments.
+        reducer: says how much room each takes.
     """
-    filling: dict[Any, list[Tensor]] = defaultdict(list)
-    full: list[list[Tensor]] = []
-    for p in reversed(params):
-        bucket = filling[kinds[p]]
-        bucket.append(p)
-        if sum(map(size, bucket)) >= limit:
-            full.append(filling.pop(kinds[p]))
-    return [*full, *filling.values()]
+
+    def __init__(self, index: int, params: list[Tensor], dtype: torch.dtype, reducer: BucketReducer[Any]) -> None:
+        self.index, self.params, self.dtype = index, params, dtype
+        self.places: dict[Tensor, slice] = {}
+        self.size = 0
+        for p in params:
+            size = reducer.room(p)
+            self.places[p] = slice(self.size, self.size + size)
+            self.size += -(-size // ALIGNED) * ALIGNED
+        self.moments: Tensor  # (2, size): all m, all v
+        self.views: list[Tensor] = []  # into it
+
+    def attach(self, moments: Moments, reducer: BucketReducer[Any]) -> None:
+        """Move the moments into one buffer, unless they are there already (a loaded state is not)."""
+        if self.views and all(map(is_, self.views, (moments.state[p][key] for p in self.params for key in KEYS))):
+            return
+        self.moments = torch.zeros(2, self.size, dtype=self.dtype, device=self.params[0].device)
+        self.views = []
+        for p, place in self.places.items():
+            for key, row in zip(KEYS, self.moments, strict=True):
+                piece = reducer.piece(p, moments.state[p][key])
+                view = row[place.start : place.start + piece.numel()]
+                view = view.as_strided(piece.shape, piece.stride()).copy_(piece)
+                moments.state[p][key] = reducer.whole(p, view)
+                self.views.append(moments.state[p][key])
+
+
+B = TypeVar("B", bound=Bucket)
+
+
+class BucketReducer(GroupReducer, Generic[B]):
+    """Ranks that send bucket after bucket, all in the same order.
+
+    Args:
+        group: the ranks; None where there is no other.
+    """
+
+    # Bytes of one moment in a bucket: large enough for the wire's full speed, small enough to begin early.
+    bucket_bytes = 25 << 20
+    bucket: type[B]
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__([] if group is None else [group])
+        self.group = group
+        self.buckets: list[B] = []
+        self.bucket_of: dict[Tensor, B] = {}
+        self.kinds: dict[Tensor, tuple[torch.dtype, ...]] = {}  # what the parameters of a bucket share
+        self.begun = 0  # buckets on their way
+
+    def open(self, queue: FoldQueue) -> None:  # noqa: D102
+        params = [p for p in queue.moments.params() if p.requires_grad]
+        kinds: dict[Tensor, Any] = {p: (queue.moments.dtype_of(p), p.dtype, p.device) for p in params}
+        if kinds != self.kinds:
+            self.kinds = kinds
+            self.buckets = [
+                self.bucket(i, params, kinds[params[0]][0], self) for i, params in enumerate(self._divide())
+            ]
+            self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        for bucket in self.buckets:
+            bucket.attach(queue.moments, self)
+        self.begun = 0
+
+    def _divide(self) -> Iterator[list[Tensor]]:
+        """Divide the parameters: the last come first, roughly the order in which a backward reaches them."""
+        filling: dict[Any, list[Tensor]] = defaultdict(list)
+        for p, kind in reversed(self.kinds.items()):
+            filling[kind].append(p)
+            if sum(self.local(q).numel() for q in filling[kind]) * kind[0].itemsize >= self.bucket_bytes:
+                yield filling.pop(kind)
+        yield from filling.values()
+
+    def room(self, p: Tensor) -> int:
+        """Elements of a moment of `p` that a rank has."""
+        return self.local(p).numel()
+
+    def piece(self, p: Tensor, moment: Tensor) -> Tensor:
+        """This rank's piece of a moment of `p`, as `p` itself is cut; a loaded one may be cut otherwise."""
+        return self.local(moment if hasattr(p, "device_mesh") else whole(moment))
+
+    def whole(self, p: Tensor, piece: Tensor) -> Tensor:
+        """The moment of `p` of which this rank has `piece`."""
+        if not hasattr(p, "device_mesh"):
+            return piece
+        return in_pieces(piece, p.device_mesh, p.placements, p.shape, p.stride())  # type: ignore[attr-defined]
+
+    def send_next(self, queue: FoldQueue) -> None:
+        """Send the next bucket."""
+        raise NotImplementedError
+
+    def send_rest(self, queue: FoldQueue) -> None:
+        """Send all buckets that are not on their way."""
+        while self.begun < len(self.buckets):
+            self.send_next(queue)
 
 
 class _News(NamedTuple):
@@ -264,10 +330,6 @@ class _News(NamedTuple):
     digest: float  # of the hyperparameters
     seen: float  # micro-batches
     counts: list[float]  # micro-batches of each parameter
-
-
-class _Abandoned(Exception):  # noqa: N818 - no error
-    pass
 
 
 _ALIKE = (

@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .fsdp import FullySharded, is_fully_sharded
+from ..fold.scalars import fresh
+from .fsdp import FullySharded, sharded_modules
 from .replicated import Replicated, silence
 from .sharded_state import ShardedState
 from .wire import broadcast_first
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..optimizer import InvariantAdam
@@ -53,24 +55,21 @@ def prepare(
         squares_dtype: torch.bfloat16 to send squares in half the bytes, where squares are sent: with `shard_state` and
             under FSDP2. They are added up in float32 all the same.
     """
-    import torch.distributed as dist
-
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "distributed.prepare() found no process group; call torch.distributed.init_process_group() first (torchrun "
             "sets what it needs), or leave prepare() out in a single process"
         )
-    optimizer.queue.update.refuse_open("distributed.prepare()", "others have not seen them. Call it before a backward")
+    queue = optimizer.queue
+    queue.update.refuse_open("distributed.prepare()", "others have not seen them. Call it before a backward")
     if squares_dtype not in (None, torch.bfloat16, torch.float32):
         raise ValueError(
             f"squares_dtype must be None, torch.float32 or torch.bfloat16, got {squares_dtype}: squares span twice the "
             "exponents of gradients, and float16 has too few"
         )
-    _check_wrapper(model)
-    _check_held(model, optimizer)
-    queue = optimizer.queue
+    _check_model(model, optimizer)
     queue.bind()
-    if is_fully_sharded(model):
+    if sharded_modules(model):
         if process_group is not None or device_mesh is not None:
             raise ValueError(
                 "process_group and device_mesh are fully_shard's own for a model that it shards; leave them out"
@@ -90,6 +89,8 @@ def prepare(
         )
 
     group = _group(model, optimizer, process_group, device_mesh)
+    if shard_state and (group is None or any(hasattr(p, "device_mesh") for p in queue.moments.params())):
+        raise ValueError("shard_state=True is for plain parameters; tensor-parallel ones have their moments in pieces")
     if group is not None:
         _check_alike(model, optimizer, group)
     buffers = [b for ddp in _ddp(model) for b in silence(ddp)]
@@ -97,16 +98,11 @@ def prepare(
         with torch.no_grad():  # also what DDP was told to ignore, and where its ranks are not these
             tensors = (*model.parameters(), *model.buffers())
             broadcast_first([t.to_local() if hasattr(t, "to_local") else t for t in tensors if t.numel()], group)
-    if not shard_state:
-        replicas = Replicated(group)
-        replicas.buffers = buffers
-        queue.reducer = replicas
-        return
-    if group is None or any(hasattr(p, "device_mesh") for p in queue.moments.params()):
-        raise ValueError("shard_state=True is for plain parameters; tensor-parallel ones have their moments in pieces")
-    queue.reducer = reducer = ShardedState(group, squares_dtype)
+    reducer = ShardedState(group, squares_dtype) if shard_state and group is not None else Replicated(group)
     reducer.buffers = buffers
-    reducer.open(queue)  # a checkpoint may be loaded before the first backward: into pieces
+    if shard_state:
+        reducer.open(queue)  # a checkpoint may be loaded before the first backward: into pieces
+    queue.reducer = reducer
 
 
 @contextmanager
@@ -130,10 +126,8 @@ def _ddp(model: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
 
 
-def _check_wrapper(model: nn.Module) -> None:
-    """Refuse ways of wrapping that reduce gradients where nobody can square them before."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
+def _check_model(model: nn.Module, optimizer: InvariantAdam) -> None:
+    """Refuse wrappers that reduce gradients before they can be squared, and parameters that the model does not have."""
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
@@ -144,10 +138,6 @@ def _check_wrapper(model: nn.Module) -> None:
             raise ValueError(
                 "replicate() reduces gradients before they can be squared; leave it out, or use DistributedDataParallel"
             )
-
-
-def _check_held(model: nn.Module, optimizer: InvariantAdam) -> None:
-    """Refuse an optimizer of parameters that the model does not have (any more)."""
     held = {id(p) for p in model.parameters()}
     for p in optimizer.queue.moments.params():
         if id(p) not in held:
@@ -161,8 +151,6 @@ def _group(
     model: nn.Module, optimizer: InvariantAdam, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
     """The ranks that see different data."""
-    import torch.distributed as dist
-
     if mesh is not None:
         if group is not None:
             raise ValueError("give process_group or device_mesh, not both")
@@ -194,10 +182,6 @@ def _group(
 
 def _check_alike(model: nn.Module, optimizer: InvariantAdam, group: dist.ProcessGroup) -> None:
     """Refuse ranks whose models or optimizers are not the same, before anything is sent that must be."""
-    import torch.distributed as dist
-
-    from ..fold.scalars import fresh
-
     queue = optimizer.queue
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     params = list(queue.moments.params())

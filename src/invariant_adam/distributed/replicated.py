@@ -13,61 +13,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..fold.moments import KEYS, Moments, whole
+from ..fold.moments import KEYS
 from ..fold.pair import ONES
 from ..fold.scalars import Tally
 from ..one_pass import exchange
-from .group import GroupReducer, divide
-from .wire import in_pieces, lost_rank_named
+from .group import Bucket, BucketReducer
+from .wire import lost_rank_named
 
 if TYPE_CHECKING:
     from ..fold.queue import FoldQueue
 
-# Bytes of moments that travel together: large enough for the wire's full speed, small enough to begin early.
-BUCKET_BYTES = 50 << 20
-
 _ROUNDING = 1 - 1e-9
-_ALIGNED = 4  # elements: each moment begins at a multiple of 16 bytes, where kernels load that many at a time
 
 
-class MomentBucket:
-    """Parameters whose moments lie side by side in one buffer: all m, then all v."""
+class MomentBucket(Bucket):
+    """Parameters whose moments are added up together."""
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.ready: set[Tensor] = set()
         self.work: Any = None  # the sum that is under way
         self.ours = False  # the moments are all ranks', and nothing was folded since
-        self.views: list[dict[str, Tensor]] = []
-        self.buffer: Tensor
-
-    def attach(self, moments: Moments, reducer: GroupReducer) -> None:
-        """Move the moments into one buffer, unless they are there already (a loaded state is not)."""
-        states = [moments.state[p] for p in self.params]
-        if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
-            return
-        for p, state in zip(self.params, states, strict=True):
-            for key in KEYS:
-                moment = state[key] if hasattr(p, "device_mesh") else whole(state[key])  # in pieces, of a sharded state
-                state[key] = moment.to(p.device, moments.dtype_of(p))
-        pieces = {key: [reducer.local(state[key]) for state in states] for key in KEYS}
-        first = pieces["exp_avg"][0]
-        self.buffer = first.new_zeros(2 * sum(_room(t) for t in pieces["exp_avg"]))
-        self.views = [{} for _ in states]
-        start = 0
-        for key, tensors in pieces.items():
-            for state, views, t in zip(states, self.views, tensors, strict=True):
-                view = self.buffer[start : start + t.numel()].as_strided(t.shape, t.stride(), start)
-                start += _room(t)
-                view.copy_(t)
-                views[key] = state[key] = _as(state[key], view)
 
 
-class Replicated(GroupReducer):
+class Replicated(BucketReducer[MomentBucket]):
     """Moments that are the same on all ranks, added up over them once per update.
 
     The sum of a bucket begins in the last backward of the update, as soon as all of its parameters are folded, where
@@ -76,41 +48,23 @@ class Replicated(GroupReducer):
     the same, the traffic twice as much.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES) -> None:
-        super().__init__([] if group is None else [group])
-        self.group = group
-        self.bucket_bytes = bucket_bytes
+    bucket = MomentBucket
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
         self.share = 1.0 if group is None or group.rank() == 0 else 0.0
-        self.buckets: list[MomentBucket] = []
-        self.bucket_of: dict[Tensor, MomentBucket] = {}
-        self.kinds: dict[Tensor, tuple[torch.device, torch.dtype]] = {}
-        self.begun = 0  # buckets of this update whose sum has begun
 
-    def open(self, queue: FoldQueue) -> None:  # noqa: D102 - as GroupReducer has it
+    def open(self, queue: FoldQueue) -> None:  # noqa: D102
+        self.late = False
         if self.group is not None:
-            params = [p for p in queue.moments.params() if p.requires_grad]
-            kinds = {p: (p.device, queue.moments.dtype_of(p)) for p in params}
-            if kinds != self.kinds:
-                self.kinds = kinds
-                parted = divide(params, kinds, self._bytes, self.bucket_bytes)
-                self.buckets = [MomentBucket(params) for params in parted]
-                self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-            for bucket in self.buckets:
-                bucket.attach(queue.moments, self)
-                bucket.ready.clear()
-                bucket.ours = False
-        self.begun, self.late = 0, False
-
-    def _bytes(self, p: Tensor) -> int:
-        return 2 * self.local(p).numel() * self.kinds[p][1].itemsize
+            super().open(queue)
+        for bucket in self.buckets:
+            bucket.ready.clear()
+            bucket.ours = False
 
     def begin(self, tally: Tally) -> Tally:  # noqa: D102
         tally.keep = (tally.keep[0] * self.share, tally.keep[1] * self.share)
         return tally
-
-    def _hurries(self, queue: FoldQueue) -> bool:
-        """Whether what is complete is sent at once."""
-        return not self.alone and not self.late and (self.last_backward or queue.update.expected is not None)
 
     def before_fold(self, queue: FoldQueue, p: Tensor) -> None:  # noqa: D102
         super().before_fold(queue, p)
@@ -122,21 +76,28 @@ class Replicated(GroupReducer):
 
     def after_fold(self, queue: FoldQueue, params: list[Tensor]) -> None:  # noqa: D102
         update = queue.update
-        if not self._hurries(queue):
-            return
+        if self.alone or self.late or not (self.last_backward or update.expected is not None):
+            return  # nothing is sent before step()
         for p in params:
             if self.last_backward or update.tallies[p].kappa >= (update.expected or 0.0) / self.size * _ROUNDING:
                 self.bucket_of[p].ready.add(p)
-        while self.begun < len(self.buckets) and len(self._next.ready) == len(self._next.params):
-            if any(p in update.queued for p in self._next.params):
+        while self.begun < len(self.buckets):
+            bucket = self.buckets[self.begun]
+            if len(bucket.ready) < len(bucket.params):
+                break
+            if any(p in update.queued for p in bucket.params):
                 queue.flush_queued()  # which comes back here, and sends
             else:
-                self._launch(queue)
+                self.send_next(queue)
 
     def end_last_backward(self, queue: FoldQueue) -> None:  # noqa: D102
         if self.update is queue.update and self.reduced is not self.update and not self.late:
-            while self.begun < len(self.buckets):
-                self._launch(queue)
+            self.send_rest(queue)
+
+    def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
+        self.send_rest(queue)
+        for bucket in self.buckets:
+            self._wait(bucket)
 
     def reduce_again(self, queue: FoldQueue) -> None:  # noqa: D102
         for bucket in self.buckets:
@@ -144,19 +105,8 @@ class Replicated(GroupReducer):
         self.begun = 0
         self.reduce(queue)
 
-    @property
-    def _next(self) -> MomentBucket:
-        return self.buckets[self.begun]
-
-    def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
-        while self.begun < len(self.buckets):
-            self._launch(queue)
-        for bucket in self.buckets:
-            self._wait(bucket)
-
-    def _launch(self, queue: FoldQueue) -> None:
-        """Begin the sum of the next bucket; all ranks take them in the same order."""
-        bucket, tallies = self._next, queue.update.tallies
+    def send_next(self, queue: FoldQueue) -> None:  # noqa: D102
+        bucket, tallies = self.buckets[self.begun], queue.update.tallies
         for p in bucket.params:
             if p not in tallies:  # no gradient on this rank, but perhaps on another
                 tallies[p] = queue.begin(p)
@@ -167,7 +117,7 @@ class Replicated(GroupReducer):
             tally.keep = ONES
         if not self.alone:
             with lost_rank_named("adding up moments"):
-                bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+                bucket.work = dist.all_reduce(bucket.moments, group=self.group, async_op=True)
         bucket.ready.clear()
         bucket.ours = True
         self.begun += 1
@@ -183,18 +133,6 @@ class Replicated(GroupReducer):
             bucket.ours = False
             for p in bucket.params:
                 queue.update.tallies[p].keep = (self.share, self.share)
-
-
-def _room(t: Tensor) -> int:
-    return -(-t.numel() // _ALIGNED) * _ALIGNED
-
-
-def _as(moment: Tensor, local: Tensor) -> Tensor:
-    """A moment like `moment` whose piece on this rank is `local`."""
-    if not hasattr(moment, "device_mesh"):
-        return local
-    mesh, placements = moment.device_mesh, moment.placements  # type: ignore[attr-defined]
-    return in_pieces(local, mesh, placements, moment.shape, moment.stride())
 
 
 def silence(model: nn.parallel.DistributedDataParallel) -> list[Tensor]:

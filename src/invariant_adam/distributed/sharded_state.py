@@ -13,6 +13,8 @@ that has come to `step()` sends zeros for as long as another announces one.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,60 +24,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..fold import hooks
-from ..fold.moments import KEYS, Moments
+from ..fold.moments import KEYS
 from ..fold.pair import ONES, Pair
 from ..fold.scalars import Tally
 from ..kernels import adam as kernels
-from .group import GroupReducer, divide
+from .group import ALIGNED, Bucket, BucketReducer
 from .wire import all_gather, in_pieces, scatter_sum, scatter_sum_narrow
 
 if TYPE_CHECKING:
     from ..fold.queue import FoldQueue
 
-# Bytes of gradients that travel together; their squares come on top.
-BUCKET_BYTES = 25 << 20
 _IN_FLIGHT = 2  # buckets that may be on the wire at once
-_ALIGNED = 4  # elements: each piece begins at a multiple of 16 bytes, where kernels load that many at a time
 
 
-class GradientBucket:
-    """Parameters that travel together: to each rank its piece of one after the other, padded to the same size.
+class GradientBucket(Bucket):
+    """Parameters that travel together: to each rank its piece of one after the other, padded to the same size."""
 
-    Args:
-        index: its place among the buckets.
-        params: of one device and dtype.
-        ranks: how many they are cut for.
-        dtype: of the moments, and of what travels.
-    """
-
-    def __init__(self, index: int, params: list[Tensor], ranks: int, dtype: torch.dtype) -> None:
-        self.index, self.params, self.ranks, self.dtype = index, params, ranks, dtype
+    def __init__(self, index: int, params: list[Tensor], dtype: torch.dtype, reducer: ShardedState) -> None:
+        super().__init__(index, params, dtype, reducer)
+        self.ranks = reducer.size
         self.arrived: dict[Tensor, Pair] = {}
-        self.places: dict[Tensor, slice] = {}
-        self.gaps: dict[Tensor, int] = {}  # elements that are left out after each
-        self.views: list[dict[str, Tensor]] = []  # the moments of each parameter
-        self.moments: Tensor  # (2, size): their memory
-        start = 0
-        for p in params:
-            size = -(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) if p.numel() and p.ndim else p.numel()
-            self.places[p], self.gaps[p] = slice(start, start + size), -size % _ALIGNED
-            start += size + self.gaps[p]
-        self.size = start
-
-    def attach(self, moments: Moments, reducer: ShardedState) -> None:
-        """Move this rank's pieces of the moments into one buffer, unless they are there already."""
-        states = [moments.state[p] for p in self.params]
-        if self.views and all(s[k] is view[k] for s, view in zip(states, self.views, strict=True) for k in view):
-            return
-        self.moments = torch.zeros(2, self.size, dtype=self.dtype, device=self.params[0].device)
-        self.views = []
-        for p, state in zip(self.params, states, strict=True):
-            start, views = self.places[p].start, {}
-            for key, row in zip(KEYS, self.moments, strict=True):
-                piece = reducer.piece(p, state[key])
-                view = row[start : start + piece.numel()].view(piece.shape)
-                views[key] = state[key] = reducer.whole(p, view.copy_(piece))
-            self.views.append(views)
+        # Elements that are left out after each.
+        self.gaps = {p: (place.start - place.stop) % ALIGNED for p, place in self.places.items()}
 
     def pack(self, count: Tensor, guard: bool) -> Tensor:
         """Take what has arrived, and zeros for what has not, as (ranks, 2, size): what goes to each, g and g².
@@ -85,10 +55,9 @@ class GradientBucket:
             guard: whether to leave them out here.
         """
         arrived, self.arrived = self.arrived, {}
-        device = self.params[0].device
+        rows = torch.empty(self.ranks, 2, self.size, dtype=self.dtype, device=self.params[0].device)
         if not arrived:
-            return torch.zeros(self.ranks, 2, self.size, dtype=self.dtype, device=device)
-        rows = torch.empty(self.ranks, 2, self.size, dtype=self.dtype, device=device)
+            return rows.zero_()
         found = [arrived.get(p) for p in self.params]
         grads = [p.new_zeros(p.shape) if x is None else x.grad for p, x in zip(self.params, found, strict=True)]
         paired = any(x.grad_sq is not None for x in arrived.values())
@@ -111,7 +80,7 @@ class GradientBucket:
         """Write to each rank its rows of one tensor after the other, the list of all parameters once or more."""
         if len({t.dtype for t in tensors}) > 1:
             tensors = [t.to(self.dtype) for t in tensors]
-        gap = tensors[0].new_zeros(self.ranks * _ALIGNED)
+        gap = tensors[0].new_zeros(self.ranks * ALIGNED)
         pieces = []
         for i, t in enumerate(tensors):
             p = self.params[i % len(self.params)]
@@ -151,10 +120,7 @@ class GradientBucket:
         into, values = [], []
         for p, place in self.places.items():
             w, n, size = p.detach(), p.numel(), place.stop - place.start
-            if not p.ndim:
-                into.append(w)
-                values.append(rows[0, place.start])
-            elif not w.is_contiguous():
+            if not p.ndim or not w.is_contiguous():
                 into.append(w)
                 values.append(rows[:, place].reshape(-1)[:n].view(p.shape))
             elif n:
@@ -167,60 +133,45 @@ class GradientBucket:
         torch._foreach_copy_(into, values)
 
 
-class ShardedState(GroupReducer):
+class ShardedState(BucketReducer[GradientBucket]):
     """Moments in pieces, one per rank, of weights that all ranks hold.
 
     Args:
         group: the ranks.
         squares_dtype: what squares travel in; None for the moments' own.
-        bucket_bytes: bytes of gradients that travel together.
     """
 
     kernels_fold = False
+    bucket = GradientBucket
+    group: dist.ProcessGroup
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        squares_dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        super().__init__([group])
-        self.group, self.rank = group, group.rank()
-        self.squares_dtype = squares_dtype
-        self.bucket_bytes = bucket_bytes
-        self.buckets: list[GradientBucket] = []
-        self.bucket_of: dict[Tensor, GradientBucket] = {}
-        self.kinds: dict[Tensor, Any] = {}
+    def __init__(self, group: dist.ProcessGroup, squares_dtype: torch.dtype | None = None) -> None:
+        super().__init__(group)
+        self.rank, self.squares_dtype = group.rank(), squares_dtype
         self.meshes: dict[str, DeviceMesh] = {}
         self.round: int | None = None  # the autograd task whose gradients come, -1 outside of one; None: none do
-        self.begun = 0  # buckets of this round on their way
-        self.flying: list[tuple[GradientBucket, Any]] = []
+        self.flying: list[tuple[GradientBucket, list[Callable[[], Tensor]]]] = []
         self.announced: list[Any] = []
 
     # ---------------------------------------------------------------- pieces
 
-    def open(self, queue: FoldQueue) -> None:  # noqa: D102 - as GroupReducer has it
-        params = [p for p in queue.moments.params() if p.requires_grad]
-        kinds = {p: (p.device, p.dtype, queue.moments.dtype_of(p)) for p in params}
-        if kinds != self.kinds:
-            self.kinds = kinds
-            parted = divide(params, kinds, lambda p: p.numel() * kinds[p][2].itemsize, self.bucket_bytes)
-            self.buckets = [GradientBucket(i, ps, self.size, kinds[ps[0]][2]) for i, ps in enumerate(parted)]
-            self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for bucket in self.buckets:
-            bucket.attach(queue.moments, self)
-        self.round, self.begun = None, 0
+    def room(self, p: Tensor) -> int:  # noqa: D102
+        return -(-p.shape[0] // self.size) * prod(p.shape[1:]) if p.ndim else 1
 
-    def piece(self, p: Tensor, moment: Tensor) -> Tensor:
-        """This rank's piece of a moment of `p`, which may be that already."""
+    def open(self, queue: FoldQueue) -> None:  # noqa: D102
+        super().open(queue)
+        for bucket in self.buckets:  # of an update that was dropped
+            bucket.arrived = {}
+        self.flying, self.announced, self.round = [], [], None
+
+    def piece(self, p: Tensor, moment: Tensor) -> Tensor:  # noqa: D102
         if isinstance(moment, DTensor):
             if moment.device_mesh == self._mesh(p.device.type) and moment.placements == (Shard(0),):
                 return self.local(moment)
             moment = moment.full_tensor()
-        return moment[self._rows(p)] if p.ndim else moment
+        return moment[self._rows(p)].contiguous() if p.ndim else moment
 
-    def whole(self, p: Tensor, piece: Tensor) -> Tensor:
-        """The moment of `p` of which this rank has `piece`."""
+    def whole(self, p: Tensor, piece: Tensor) -> Tensor:  # noqa: D102
         if not p.ndim:
             return piece
         mesh, stride = self._mesh(p.device.type), torch.empty(p.shape, device="meta").stride()
@@ -240,9 +191,7 @@ class ShardedState(GroupReducer):
 
     # ---------------------------------------------------------------- gradients -> pieces of the moments
 
-    def send(  # noqa: D102
-        self, queue: FoldQueue, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]
-    ) -> bool:
+    def send(self, queue: FoldQueue, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]) -> bool:  # noqa: D102
         task = torch._C._current_graph_task_id()
         queue.update.tallies |= zip(params, tallies, strict=True)
         for p, tally, x in zip(params, tallies, pairs, strict=True):
@@ -267,7 +216,7 @@ class ShardedState(GroupReducer):
                 bucket = self.buckets[self.begun]
                 if len(bucket.arrived) < len(bucket.params):
                     break
-                self._send(queue)
+                self.send_next(queue)
         if not queue.in_backward:
             self._end_round(queue)
         return True
@@ -275,71 +224,45 @@ class ShardedState(GroupReducer):
     def reduce(self, queue: FoldQueue) -> None:  # noqa: D102
         if self.round is not None:
             self._end_round(queue)
-        while self._announce(0.0):  # another rank has a backward more
-            self._send_rest(queue)
+        while self.sum([0.0], next(queue.moments.params()).device)[0]:  # another rank has a backward more
+            self._end_round(queue)
         while self.flying:
             self._land(queue)
-        self.announced.clear()
-
-    def drop_update(self, queue: FoldQueue) -> None:  # noqa: D102 - as Reducer has it
-        super().drop_update(queue)
-        for bucket in self.buckets:
-            bucket.arrived = {}
-        self.flying, self.announced, self.round, self.begun = [], [], None, 0
 
     def _begin_round(self, queue: FoldQueue, task: int) -> None:
         self.round = task
-        self.announced.append(self._announce(1.0, wait=False))
+        if not self.alone:
+            number = self.tensor([1.0], self.buckets[0].params[0].device)
+            self.announced.append((number, dist.all_reduce(number, group=self.group, async_op=True)))
         if task >= 0:
             hooks.when_finished(lambda: self._end_round(queue) if self.round == task else None)
 
     def _end_round(self, queue: FoldQueue) -> None:
         with torch.no_grad():
-            self._send_rest(queue)
-        self.round = None
+            self.send_rest(queue)
+        self.round, self.begun = None, 0
 
-    def _announce(self, value: float, wait: bool = True) -> Any:
-        """Say that a round comes (1) or not (0); return how many ranks have one."""
-        if self.alone:
-            return value
-        cpu = any(d.type == "cpu" for d in self.group._device_types)
-        number = torch.tensor(value, device="cpu" if cpu else self.buckets[0].params[0].device)
-        work = dist.all_reduce(number, group=self.group, async_op=True)
-        if not wait:
-            return number, work
-        work.wait()
-        return number.item()
-
-    def _send_rest(self, queue: FoldQueue) -> None:
-        while self.begun < len(self.buckets):
-            self._send(queue)
-        self.begun = 0
-
-    def _send(self, queue: FoldQueue) -> None:
-        """Send the next bucket; all ranks take them in the same order."""
+    def send_next(self, queue: FoldQueue) -> None:  # noqa: D102
         bucket = self.buckets[self.begun]
         rows = bucket.pack(queue.nonfinite.counter(bucket.params[0].device), guard=not self.alone)
         self.begun += 1
         narrow = self.squares_dtype
         if self.alone:
-            landing = rows.view(-1).detach  # the sum of one
+            waits = [rows.detach]  # the sum of one
         elif narrow is None:
-            landing = scatter_sum(rows.view(self.size, -1), self.group)
+            waits = [scatter_sum(rows.view(self.size, -1), self.group)]
         else:
-            first = scatter_sum(rows[:, 0].contiguous(), self.group)
-            second = scatter_sum_narrow(rows[:, 1].to(narrow), bucket.dtype, self.group)
-
-            def landing() -> Tensor:
-                return torch.cat([first(), second()])
-
-        self.flying.append((bucket, landing))
+            waits = [scatter_sum(rows[:, 0].contiguous(), self.group)]
+            waits.append(scatter_sum_narrow(rows[:, 1].to(narrow), bucket.dtype, self.group))
+        self.flying.append((bucket, waits))
         if len(self.flying) > _IN_FLIGHT:
             self._land(queue)
 
     def _land(self, queue: FoldQueue) -> None:
         """Fold the bucket that was sent first into this rank's pieces of the moments."""
-        bucket, landing = self.flying.pop(0)
-        grads, squares = landing().view(2, -1)
+        bucket, waits = self.flying.pop(0)
+        landed = [wait() for wait in waits]
+        grads, squares = landed if len(landed) == 2 else landed[0].view(2, -1)
         tallies = queue.update.tallies
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in bucket.params:

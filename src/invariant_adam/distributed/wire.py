@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # torch 2.13 has other names for them, and warns of the old ones.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,9 +54,9 @@ def scatter_sum_narrow(rows: Tensor, dtype: torch.dtype, group: dist.ProcessGrou
 def broadcast_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank the values of the group's first, in one broadcast for each kind of tensor."""
     first = dist.get_global_rank(group, 0)
-    kinds: dict[Any, list[Tensor]] = {}
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for t in tensors:
-        kinds.setdefault((t.device, t.dtype), []).append(t)
+        kinds[t.device, t.dtype].append(t)
     for alike in kinds.values():
         together = torch.cat([t.detach().reshape(-1) for t in alike])
         dist.broadcast(together, first, group=group)
@@ -82,12 +84,9 @@ def lost_rank_named(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except LostRankError:
-        raise
     except RuntimeError as error:
-        if not dist.is_initialized():
-            raise
-        if not isinstance(error, dist.DistError) and not _TRANSPORT.search(str(error)):
+        transport = isinstance(error, dist.DistError) or _TRANSPORT.search(str(error))
+        if isinstance(error, LostRankError) or not transport or not dist.is_initialized():
             raise
         raise LostRankError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} lost touch with another rank while {doing}: that one "
@@ -98,8 +97,6 @@ def lost_rank_named(doing: str) -> Iterator[None]:
 
 def in_pieces(piece: Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     """The tensor of which this rank has `piece`, in a buffer with others perhaps."""
-    from torch.distributed.tensor import DTensor
-
     made = DTensor.from_local(torch.empty_like(piece), mesh, placements, run_check=False, shape=shape, stride=stride)
     # Only now: made of a view, a DTensor takes its place in the buffer for its own, and torch cannot save or copy it.
     made._local_tensor = piece

@@ -19,22 +19,22 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import hooks
+from .queue import FoldQueue
 
-_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+_guarded: weakref.WeakSet[FoldQueue] = weakref.WeakSet()
 _undo: list[Callable[[], None]] = []
 
 
-def install(holder: hooks.Owner) -> None:
-    """Guard the parameters of `holder` for as long as it lives, if it folds in backward."""
-    if not holder.in_backward or os.environ.get("INVARIANT_ADAM_GUARDS") == "0":
+def install(queue: FoldQueue) -> None:
+    """Guard the parameters of `queue` for as long as it lives, if it folds in backward."""
+    if not queue.in_backward or os.environ.get("INVARIANT_ADAM_GUARDS") == "0":
         return
-    _guarded.add(holder)
-    weakref.finalize(holder, _release).atexit = False
+    _guarded.add(queue)
+    weakref.finalize(queue, _release).atexit = False
     if not _undo:
         clip = torch.nn.utils.clip_grad
-        # What clip_grad_norm_ calls with the parameters, and what clips by value.
-        for function in (clip._clip_grads_with_norm_, clip.clip_grad_value_):
-            _undo.append(_replace_inner(function))
+        _undo.append(_replace_inner(clip._clip_grads_with_norm_))  # what clip_grad_norm_ calls with the parameters
+        _undo.append(_replace_inner(clip.clip_grad_value_))
         _undo.append(_replace_unscale())
         _undo.append(register_optimizer_step_pre_hook(_refuse_rival).remove)
 
@@ -69,11 +69,7 @@ def _replace_inner(function: Any) -> Callable[[], None]:
         return inner(parameters, *args, **kwargs)
 
     cell.cell_contents = clip
-
-    def undo() -> None:
-        cell.cell_contents = inner
-
-    return undo
+    return functools.partial(setattr, cell, "cell_contents", inner)
 
 
 def _replace_unscale() -> Callable[[], None]:
@@ -89,11 +85,7 @@ def _replace_unscale() -> Callable[[], None]:
         return plain(self, optimizer)
 
     scaler.unscale_ = unscale_
-
-    def undo() -> None:
-        scaler.unscale_ = plain
-
-    return undo
+    return functools.partial(setattr, scaler, "unscale_", plain)
 
 
 def _refuse_rival(optimizer: Any, *_: Any) -> None:
@@ -101,14 +93,14 @@ def _refuse_rival(optimizer: Any, *_: Any) -> None:
 
     An optimizer that shares the other's parameter groups is a wrapper around it, and no rival.
     """
-    if torch.compiler.is_compiling() or isinstance(getattr(optimizer, "queue", None), hooks.Owner):
+    if torch.compiler.is_compiling() or isinstance(getattr(optimizer, "queue", None), FoldQueue):
         return  # an InvariantAdam refuses for itself
     for index, group in enumerate(optimizer.param_groups):
         for place, p in enumerate(group["params"]):
             if p.grad is not None or not p.requires_grad or not hooks.folds(p):
                 continue
-            holder = hooks.owner(p)
-            if holder is None or any(group is own for own in holder.moments.groups):
+            queue = hooks.owner(p)
+            if queue is None or any(group is own for own in queue.moments.groups):
                 continue
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() would do nothing: parameter {place} of its group {index} "

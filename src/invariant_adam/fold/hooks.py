@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,29 +14,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import pair
-from .moments import Moments
 
-
-@runtime_checkable
-class Owner(Protocol):
-    """What can own parameters: it takes a gradient the moment a backward has left it (see `queue.FoldQueue`)."""
-
-    moments: Moments
-    in_backward: bool  # whether it wants `on_grad` called during backward
-
-    def on_grad(self, p: Tensor) -> None:
-        """Take the gradient off `p`, and the square that may be beside it."""
-
-    def on_pairs(self, params: list[Tensor], pairs: list[pair.Pair]) -> None:
-        """Take pairs of a one-pass mini-batch."""
-
-    @property
-    def room(self) -> int:
-        """Elements of pairs that may wait for each other in a backward."""
-
-    def on_taken(self, p: Tensor) -> None:
-        """Note that `p` has another owner now."""
-
+if TYPE_CHECKING:
+    from .queue import FoldQueue
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,73 +32,59 @@ def untraced(hook: F) -> F:
     return hook
 
 
-# Parameter -> (weak reference to its owner, handle of the hook).
-_owners = WeakTensorKeyDictionary()
+class Taker:
+    """Hands gradients and pairs to a queue, while it lives: held weakly, a deleted optimizer leaves gradients alone."""
 
-
-def owner(p: Tensor) -> Owner | None:
-    """Return the live owner of `p`."""
-    reference, _ = _owners.get(p, (None, None))
-    found: Owner | None = reference and reference()
-    return found
-
-
-def own(p: Tensor, holder: Owner) -> None:
-    """Make `holder` the owner of `p`, in place of the one before.
-
-    A parameter has one owner, since two would fight for one gradient. It is held weakly, so that a deleted optimizer
-    leaves gradients alone.
-
-    Args:
-        p: the parameter.
-        holder: its owner from now on.
-    """
-    reference, hook = weakref.ref(holder), holder.in_backward
+    def __init__(self, queue: FoldQueue) -> None:
+        self.queue = weakref.ref(queue)
 
     @untraced
-    def on_grad(p: Tensor) -> None:
-        holder = reference()
+    def on_grad(self, p: Tensor) -> None:
+        """Hand over the gradient that a backward has just left on `p`."""
+        queue = self.queue()
         # Armed: half of a pair, whose square is still to come. None: torch calls hooks for an undefined gradient, too.
-        if holder is not None and not pair.is_armed(p) and p.grad is not None:
-            holder.on_grad(p)
-
-    before = owner(p)
-    if before is not None:
-        before.on_taken(p)
-    _, handle = _owners.get(p, (None, None))
-    if handle is not None:
-        handle.remove()
-    _owners[p] = (reference, p.register_post_accumulate_grad_hook(on_grad) if hook else None)
-    pair.subscribe(p, _takers.setdefault(holder, _Taker(reference)) if hook else None)
-
-
-class _Taker:
-    """Hands pairs to a holder, while it lives."""
-
-    def __init__(self, reference: weakref.ref[Owner]) -> None:
-        self.reference = reference
-
-    @property
-    def room(self) -> int:
-        holder = self.reference()
-        return 0 if holder is None else holder.room
+        if queue is not None and not pair.is_armed(p) and p.grad is not None:
+            queue.on_grad(p)
 
     @untraced
     def __call__(self, params: list[Tensor], pairs: list[pair.Pair]) -> None:
-        holder = self.reference()
-        if holder is not None:
+        """Hand over pairs of a one-pass mini-batch."""
+        queue = self.queue()
+        if queue is not None:
             with torch._C.DisableTorchFunctionSubclass():  # inside one_pass each p.grad would ask its dispatcher
-                holder.on_pairs(params, pairs)
+                queue.on_pairs(params, pairs)
+
+    @property
+    def room(self) -> int:
+        """Elements of pairs that may wait for each other in a backward."""
+        queue = self.queue()
+        return 0 if queue is None else queue.room
 
 
-# One for each holder, so that pairs with the same way may go together.
-_takers: weakref.WeakKeyDictionary[Owner, _Taker] = weakref.WeakKeyDictionary()
+# Parameter -> (the taker of its owner, handle of the hook; None where the owner folds by call).
+_owners = WeakTensorKeyDictionary()
+
+
+def owner(p: Tensor) -> FoldQueue | None:
+    """The queue that folds the gradients of `p`, if it lives."""
+    taker, _ = _owners.get(p, (None, None))
+    return None if taker is None else taker.queue()
 
 
 def folds(p: Tensor) -> bool:
     """Whether a live owner folds the gradients of `p` during backward."""
+    queue = owner(p)
+    return queue is not None and queue.in_backward
+
+
+def own(p: Tensor, queue: FoldQueue) -> None:
+    """Have the gradients of `p` come to `queue`: a parameter has one owner, since two would fight for one gradient."""
     _, handle = _owners.get(p, (None, None))
-    return handle is not None and owner(p) is not None
+    if handle is not None:
+        handle.remove()
+    taker = queue.taker if queue.in_backward else None
+    _owners[p] = (queue.taker, p.register_post_accumulate_grad_hook(taker.on_grad) if taker is not None else None)
+    pair.subscribe(p, taker)
 
 
 def when_finished(function: Callable[[], None]) -> None:

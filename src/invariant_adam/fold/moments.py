@@ -118,6 +118,7 @@ class Moments:
             found = saved["state"].get(i)
             if not found:
                 self.state[p] = {}
+                self.ensure(p, self._index[p])
                 continue
             group, state = self.group(p), self.state[p]
             for key in KEYS:

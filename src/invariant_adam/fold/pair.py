@@ -73,13 +73,10 @@ def subscribe(p: Tensor, taker: Taker | None) -> None:
     """
     global subscriptions
     subscriptions += 1
-    if taker is not None:
-        _subscribers[p] = taker
-    elif p in _subscribers:
-        del _subscribers[p]
+    _subscribers[p] = taker
 
 
-# Calls of `subscribe` so far: while it stays the same, so does every `taker_of`.
+# Calls of `subscribe` so far: while it stays the same, so do every `taker_of` and every owner.
 subscriptions = 0
 
 

@@ -54,11 +54,11 @@ class FoldQueue:
         """What a copy does not take over: who else is there, and which parameters are hooked."""
         self.reducer = Reducer()  # `distributed.prepare` puts its own here
         self.launcher = Launcher()  # a capture puts its own here
-        self._hooked: set[Tensor] = set()  # parameters whose gradients come here by a hook
-        self._bound: list[int] = []  # ids of all parameters, while each has its state and its hook
+        self.taker = hooks.Taker(self)  # one for all parameters, so that pairs with the same way may go together
+        self._bound: Any = None  # what `bind` saw when each parameter had its state and its hook
 
     def __getstate__(self) -> dict[str, Any]:
-        left = ("reducer", "launcher", "_hooked", "_bound")
+        left = ("reducer", "launcher", "taker", "_bound")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,42 +74,24 @@ class FoldQueue:
             take: take parameters over from another optimizer that folds them, as a newly built one does.
         """
         moments = self.moments
-        ids = [id(p) for p in moments.params()]
-        if ids == self._bound and len(moments.state) >= len(ids) and not take:
+        params = [(id(p), p.requires_grad) for p in moments.params()]
+        if (params, pair.subscriptions) == self._bound and len(moments.state) >= len(params) and not take:
             return 0
-        missing, self._bound = 0, ids
+        missing = 0
         for index, group in enumerate(moments.groups):
             for p in group["params"]:
                 moments.ensure(p, index)
-                if p in self._hooked:
+                if not p.requires_grad or (owner := hooks.owner(p)) is self:
                     continue
-                if not p.requires_grad:
-                    self._bound = []  # look again: it may be unfrozen
-                    continue
-                if not take and hooks.owner(p) is not None:
-                    self._bound = []
+                if owner is not None and not take:
                     raise RuntimeError(
                         f"parameter {moments.name(p)} now belongs to an InvariantAdam that was built later on the same "
                         "parameters; drop one of the two"
                     )
                 missing += 1
-                self.own(p)
+                hooks.own(p, self)
+        self._bound = params, pair.subscriptions
         return missing
-
-    def own(self, p: Tensor) -> None:
-        """Have the gradients of `p` come here."""
-        hooks.own(p, self)  # which tells the owner before, us perhaps
-        self._hooked.add(p)
-
-    def on_taken(self, p: Tensor) -> None:
-        """Note that another optimizer folds the gradients of `p` from now on."""
-        self._hooked.discard(p)
-        self._bound = []
-
-    def rebind(self) -> None:
-        """Look at every parameter again: a state was loaded."""
-        self._bound = []
-        self.bind()
 
     def on_grad(self, p: Tensor) -> None:
         """Fold what a backward just left on `p`: a micro-batch gradient, or one that FSDP2 has reduced."""
@@ -240,14 +222,14 @@ class FoldQueue:
                 kernels.guard([x.grad], None, self.nonfinite.counter(x.grad.device))
             clipped = kernels.clip([x.grad for x in pairs], self.max_micro_norm, self.loss_divisor)
             pairs = [x._replace(grad=grad) for x, grad in zip(pairs, clipped, strict=True)]
-        if not any(map(_is_coupled, self.moments.groups)):
+        if not any(map(is_coupled, self.moments.groups)):
             return pairs
         return [self._with_decay(p, x) for p, x in zip(params, pairs, strict=True)]
 
     def _with_decay(self, p: Tensor, x: Pair) -> Pair:
         """A pair with L2 decay inside: mean_k (g_k + λw)² = mean_k g_k² + λw(2 mean_k g_k + λw)."""
         group = self.moments.group(p)
-        if not _is_coupled(group):
+        if not is_coupled(group):
             return x
         sign, dtype = self.sign(p), self.moments.state[p]["exp_avg"].dtype
         grad = x.grad.to(dtype).mul_(sign * x.scale[0])
@@ -317,7 +299,7 @@ class FoldQueue:
             kappa: κ of the mini-batch.
             scale: factors that turn the sums the kernel has into the means of the pair.
         """
-        if _is_coupled(self.moments.group(p)) or self.max_micro_norm is not None or not self.reducer.kernels_fold:
+        if is_coupled(self.moments.group(p)) or self.max_micro_norm is not None or not self.reducer.kernels_fold:
             return None
         tally = self.tally(p)
         m = self.moments.state[p]["exp_avg"]
@@ -426,7 +408,7 @@ class FoldQueue:
         self.reset()
 
 
-def _is_coupled(group: dict[str, Any]) -> bool:
+def is_coupled(group: dict[str, Any]) -> bool:
     """Whether a group's weight decay is L2, a part of each micro-batch gradient."""
     return bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
 

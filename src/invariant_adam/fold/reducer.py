@@ -64,9 +64,8 @@ class Reducer:
     def after_step(self, queue: FoldQueue) -> None:
         """Send what the step has changed."""
 
-    def with_new_parameters(self, queue: FoldQueue) -> Reducer:
-        """The reducer of a queue that is about to get more parameters."""
-        return self
+    def add_parameters(self, queue: FoldQueue) -> None:
+        """Note that the optimizer has more parameters than before."""
 
     def local(self, t: Tensor) -> Tensor:
         """This rank's piece of a weight, a gradient or a moment."""

@@ -123,7 +123,4 @@ def close(counters: Counters, tally: Tally, betas: tuple[float, float]) -> Count
 
 def debias(counters: Counters) -> tuple[float, float]:
     """Return x, y with m̂ = m/x and √v̂ = √v/y, so that m̂/(√v̂+ε) = (y/x)·m/(√v + ε·y)."""
-    return (
-        counters["norm1"] * (1 - counters["debias1"]),
-        math.sqrt(counters["norm2"] * (1 - counters["debias2"])),
-    )
+    return counters["norm1"] * (1 - counters["debias1"]), math.sqrt(counters["norm2"] * (1 - counters["debias2"]))
