@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src"
 LIBRARY = SRC / "invariant_adam"
+PYPROJECT = SRC.parent / "pyproject.toml"
 LONGEST = 550  # lines of a module
 
 
@@ -54,6 +56,25 @@ def test_no_module_is_too_long_to_read():
         str(path.relative_to(SRC)): len(path.read_text(encoding="utf-8").splitlines()) for path in SRC.rglob("*.py")
     }
     assert {module: lines for module, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_no_private_name_of_ours_is_exempt_from_ruff():
+    """A name in ruff's list of torch's private names would be free to use across our modules as well."""
+    listed = re.search(r"ignore-names = \[(.*?)\n\]", PYPROJECT.read_text(encoding="utf-8"), re.DOTALL)
+    names = {ast.literal_eval(name) for name in re.findall(r'"_\w+"', listed[1])}
+    assert len(names) > 30
+    ours = set()
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                ours.add(node.attr)
+    assert names & ours == set()
 
 
 WITHOUT = """

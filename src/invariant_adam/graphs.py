@@ -352,7 +352,7 @@ class _Feed:
     """Copies rows to the device from pinned memory, which is not written over before it was read."""
 
     def __init__(self) -> None:
-        self._buffers: dict[torch.dtype, list[tuple[Tensor, Any]]] = {}
+        self._pinned: dict[torch.dtype, list[tuple[Tensor, Any]]] = {}
         self._turn = 0
 
     def __call__(self, table: Tensor, rows: list[list[float]]) -> None:
@@ -360,11 +360,11 @@ class _Feed:
         if not table.is_cuda:
             table.copy_(values)
             return
-        if table.dtype not in self._buffers:
+        if table.dtype not in self._pinned:
             new = [(torch.empty_like(values, pin_memory=True), torch.cuda.Event()) for _ in range(_BUFFERS)]
-            self._buffers[table.dtype] = new
+            self._pinned[table.dtype] = new
         self._turn += 1
-        buffer, read = self._buffers[table.dtype][self._turn % _BUFFERS]
+        buffer, read = self._pinned[table.dtype][self._turn % _BUFFERS]
         read.synchronize()
         buffer.copy_(values)
         table.copy_(buffer, non_blocking=True)

@@ -223,15 +223,16 @@ class Bucket:
     Args:
         index: its place among the buckets.
         params: of one device and dtype.
-        sizes: elements that each of them takes.
         dtype: of the moments.
+        reducer: says how much room each takes.
     """
 
-    def __init__(self, index: int, params: list[Tensor], sizes: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, index: int, params: list[Tensor], dtype: torch.dtype, reducer: BucketReducer[Any]) -> None:
         self.index, self.params, self.dtype = index, params, dtype
         self.places: dict[Tensor, slice] = {}
         self.size = 0
-        for p, size in zip(params, sizes, strict=True):
+        for p in params:
+            size = reducer.room(p)
             self.places[p] = slice(self.size, self.size + size)
             self.size += -(-size // ALIGNED) * ALIGNED
         self.moments: Tensor  # (2, size): all m, all v
@@ -264,6 +265,7 @@ class BucketReducer(GroupReducer, Generic[B]):
 
     # Bytes of one moment in a bucket: large enough for the wire's full speed, small enough to begin early.
     bucket_bytes = 25 << 20
+    bucket: type[B]
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__([] if group is None else [group])
@@ -278,7 +280,9 @@ class BucketReducer(GroupReducer, Generic[B]):
         kinds: dict[Tensor, Any] = {p: (queue.moments.dtype_of(p), p.dtype, p.device) for p in params}
         if kinds != self.kinds:
             self.kinds = kinds
-            self.buckets = [self.bucket(i, params, kinds[params[0]][0]) for i, params in enumerate(self._divide())]
+            self.buckets = [
+                self.bucket(i, params, kinds[params[0]][0], self) for i, params in enumerate(self._divide())
+            ]
             self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         for bucket in self.buckets:
             bucket.attach(queue.moments, self)
@@ -293,9 +297,9 @@ class BucketReducer(GroupReducer, Generic[B]):
                 yield filling.pop(kind)
         yield from filling.values()
 
-    def bucket(self, index: int, params: list[Tensor], dtype: torch.dtype) -> B:
-        """Make a bucket."""
-        raise NotImplementedError
+    def room(self, p: Tensor) -> int:
+        """Elements of a moment of `p` that a rank has."""
+        return self.local(p).numel()
 
     def piece(self, p: Tensor, moment: Tensor) -> Tensor:
         """This rank's piece of a moment of `p`, as `p` itself is cut; a loaded one may be cut otherwise."""

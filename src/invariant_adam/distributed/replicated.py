@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -49,12 +48,11 @@ class Replicated(BucketReducer[MomentBucket]):
     the same, the traffic twice as much.
     """
 
+    bucket = MomentBucket
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self.share = 1.0 if group is None or group.rank() == 0 else 0.0
-
-    def bucket(self, index: int, params: list[Tensor], dtype: torch.dtype) -> MomentBucket:  # noqa: D102
-        return MomentBucket(index, params, [self.local(p).numel() for p in params], dtype)
 
     def open(self, queue: FoldQueue) -> None:  # noqa: D102
         self.late = False

@@ -38,19 +38,11 @@ _IN_FLIGHT = 2  # buckets that may be on the wire at once
 
 
 class GradientBucket(Bucket):
-    """Parameters that travel together: to each rank its piece of one after the other, padded to the same size.
+    """Parameters that travel together: to each rank its piece of one after the other, padded to the same size."""
 
-    Args:
-        index, params: as `Bucket` has them.
-        ranks: how many they are cut for.
-        dtype: of the moments, and of what travels.
-    """
-
-    def __init__(self, index: int, params: list[Tensor], ranks: int, dtype: torch.dtype) -> None:
-        rows = [-(-p.shape[0] // ranks) if p.ndim else 1 for p in params]  # of a piece
-        sizes = [n * prod(p.shape[1:]) for n, p in zip(rows, params, strict=True)]
-        super().__init__(index, params, sizes, dtype)
-        self.ranks = ranks
+    def __init__(self, index: int, params: list[Tensor], dtype: torch.dtype, reducer: ShardedState) -> None:
+        super().__init__(index, params, dtype, reducer)
+        self.ranks = reducer.size
         self.arrived: dict[Tensor, Pair] = {}
         # Elements that are left out after each.
         self.gaps = {p: (place.start - place.stop) % ALIGNED for p, place in self.places.items()}
@@ -150,6 +142,7 @@ class ShardedState(BucketReducer[GradientBucket]):
     """
 
     kernels_fold = False
+    bucket = GradientBucket
     group: dist.ProcessGroup
 
     def __init__(self, group: dist.ProcessGroup, squares_dtype: torch.dtype | None = None) -> None:
@@ -162,8 +155,8 @@ class ShardedState(BucketReducer[GradientBucket]):
 
     # ---------------------------------------------------------------- pieces
 
-    def bucket(self, index: int, params: list[Tensor], dtype: torch.dtype) -> GradientBucket:  # noqa: D102
-        return GradientBucket(index, params, self.size, dtype)
+    def room(self, p: Tensor) -> int:  # noqa: D102
+        return -(-p.shape[0] // self.size) * prod(p.shape[1:]) if p.ndim else 1
 
     def open(self, queue: FoldQueue) -> None:  # noqa: D102
         super().open(queue)

@@ -73,8 +73,8 @@ def owner(p: Tensor) -> FoldQueue | None:
 
 def folds(p: Tensor) -> bool:
     """Whether a live owner folds the gradients of `p` during backward."""
-    _, handle = _owners.get(p, (None, None))
-    return handle is not None and owner(p) is not None
+    queue = owner(p)
+    return queue is not None and queue.in_backward
 
 
 def own(p: Tensor, queue: FoldQueue) -> None:

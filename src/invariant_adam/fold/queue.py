@@ -82,8 +82,7 @@ class FoldQueue:
         for index, group in enumerate(moments.groups):
             for p in group["params"]:
                 moments.ensure(p, index)
-                owner = hooks.owner(p)
-                if owner is self or not p.requires_grad:
+                if not p.requires_grad or (owner := hooks.owner(p)) is self:
                     continue
                 if owner is not None and not take:
                     raise RuntimeError(

@@ -78,7 +78,7 @@ class ModelFacts:
     def _find_entries(self, model: nn.Module) -> None:
         seen: dict[int, Entry] = {}
         known = {entry.name: entry for entry in self.entries.values()}
-        for name, p in self._parameters(model):
+        for name, p in self._source(model):
             if not p.requires_grad:
                 continue
             key = id(p)
@@ -99,7 +99,7 @@ class ModelFacts:
             self.find(checked=frozenset(), passed=False)
         self.order = list(seen.values())
 
-    def _parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    def _source(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
         found = source_of(model)
         self.sharded = found is not None
         if found is not None:
