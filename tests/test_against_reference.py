@@ -154,7 +154,7 @@ def test_a_loss_divisor_may_be_asked_at_each_micro_batch(options):
                 o.fold()
             if i % 4 == 3:
                 o.step()
-    tol = 1e-8 if "max_micro_norm" in options else 1e-12  # a norm has a small number added to it
+    tol = 1e-6 if "max_micro_norm" in options else 1e-12  # a norm has a small number added to it
     assert distance(flat(twin.parameters()), flat(model.parameters())) < tol
     assert distance(moments(other)[1], moments(opt)[1]) < tol
     divisor[0] = 0.0

@@ -267,6 +267,7 @@ class InvariantAdam(Optimizer):
         queue.reducer.after_step(queue)
         if queue.launcher.finish(queue.update):
             moments.advance([(step.params, step.counters) for step in steps], samples_seen=stop, kappa=kappa)
+            queue.watch.look(queue)
             if queue.nonfinite.on_cpu:  # on an accelerator it would stop the host: told when the state is saved
                 queue.nonfinite.report(stop)
         queue.reset()
@@ -370,8 +371,7 @@ class InvariantAdam(Optimizer):
         for key in ("tuned_batch_size", "rule"):
             self.defaults[key] = self.param_groups[0][key]
         self.queue.moments.restore(loaded[0])
-        self.queue.reset()
-        self.queue.bind()
+        self.queue.restart()
 
     def __getstate__(self) -> dict[str, Any]:
         self.queue.flush()  # before the moments are copied

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels import adam as kernels
 from ..kernels.adam import Fold
 from . import checks, hooks, pair, scalars
+from .divisor import DivisorWatch
 from .launcher import Launcher, Step
 from .moments import Moments, NonFinite
 from .pair import ONES, Pair
@@ -46,6 +47,7 @@ class FoldQueue:
         self.loss_divisor: float | Callable[[], float] = 1.0
         self.max_micro_norm: float | None = None
         self.weight = 1.0  # n/M of the micro-batch at hand
+        self.watch = DivisorWatch()
         self.update = Update()
         self.surprised = False  # the user was warned of an update whose size nobody announced
         self._start()
@@ -404,6 +406,13 @@ class FoldQueue:
     def reset(self) -> None:
         """Open the next update."""
         self.update = Update()
+
+    def restart(self) -> None:
+        """Go on from moments that were loaded."""
+        self.reset()
+        self.bind()
+        self.watch = DivisorWatch()
+        self.watch.look(self)
 
     def abandon(self) -> None:
         """Close the open update as one whose weights do not move; see `InvariantAdam.abandon`."""
