@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ..fold import guards
 from ..fold.scalars import fresh
 from ..unwrap import unwrap
 from .fsdp import FullySharded, sharded_modules
@@ -70,6 +71,7 @@ def prepare(
             "exponents of gradients, and float16 has too few"
         )
     _check_model(model, optimizer)
+    guards.watch(model)
     queue.bind()
     if sharded_modules(model):
         if process_group is not None or device_mesh is not None:

@@ -5,6 +5,8 @@ With fold="backward" a gradient is gone as soon as its backward has made it. Thr
 parameters. `install` makes them refuse parameters whose gradients are folded, while an optimizer that folds in backward
 lives; with the last one torch's own functions come back. INVARIANT_ADAM_GUARDS=0 in the environment leaves torch alone.
 `clip_grad_norm_(..., inf)` clips nothing, it asks for a norm: it gets NaN, which is not known, and a warning.
+
+`watch` is a hook on a model that this package was shown, by one_pass or distributed.prepare.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
-from . import hooks
+from . import hooks, pair
 from .queue import FoldQueue
 
 _guarded: weakref.WeakSet[FoldQueue] = weakref.WeakSet()
@@ -105,6 +108,43 @@ def _replace_unscale() -> Callable[[], None]:
 
     scaler.unscale_ = unscale_
     return functools.partial(setattr, scaler, "unscale_", plain)
+
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def watch(model: nn.Module) -> None:
+    """Have the model refuse to train on a mini-batch of several micro-batches outside of one pass, from now on."""
+    if model not in _watched and os.environ.get("INVARIANT_ADAM_GUARDS") != "0":
+        _watched.add(model)
+        model.register_forward_pre_hook(_refuse_mini_batch, with_kwargs=True)
+
+
+def _refuse_mini_batch(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse inputs of a whole multiple of M samples; a function, so that a model with it can be copied and pickled.
+
+    Inputs are taken for samples where all have the same first size, and none has M anywhere: not the tokens of a
+    packed batch, not a batch in another dimension.
+    """
+    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        return
+    p = next((p for p in model.parameters() if p.requires_grad), None)
+    queue = None if p is None or pair.is_armed(p) else hooks.owner(p)  # armed: one pass is open
+    size = None if queue is None or queue.weight != 1.0 else queue.moments.groups[0]["micro_batch_size"]
+    if size is None:
+        return
+    shapes = [t.shape for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+    firsts = {shape[0] for shape in shapes}
+    if len(firsts) != 1 or any(size in shape for shape in shapes):
+        return
+    samples = firsts.pop()
+    if samples > size and samples % size == 0:
+        raise RuntimeError(
+            f"{type(model).__name__} got {samples} samples in training, and its InvariantAdam has micro_batch_size="
+            f"{size}: the backward would count as one micro-batch, and v would be that of another M. Give it {size} at "
+            f"a time, or all in `with one_pass(model, {size})`; or tune with micro_batch_size={samples}. Is a sample "
+            "more than one row here? INVARIANT_ADAM_GUARDS=0 in the environment switches this off"
+        )
 
 
 def _refuse_rival(optimizer: Any, *_: Any) -> None:
