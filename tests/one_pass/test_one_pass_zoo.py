@@ -53,14 +53,3 @@ def test_timm_models(name: str) -> None:
     torch.manual_seed(0)
     size = zoo.TIMM.get(name, {}).get("img_size", 32)
     assert_exact(zoo.vision(name), (torch.randn(B, 3, size, size, dtype=torch.float64),), loss, 3, tol=1e-9)
-
-
-@needs("transformers")
-def test_grouped_experts_are_refused_by_name() -> None:
-    from invariant_adam.one_pass import UnsupportedUse, one_pass
-
-    torch.manual_seed(0)
-    model = zoo.text("mixtral").float()
-    model.set_experts_implementation("grouped_mm")
-    with pytest.raises(UnsupportedUse, match="experts"), one_pass(model, 3):
-        text_loss(model, (torch.randint(3, zoo.V, (B, zoo.T)),)).backward()

@@ -14,10 +14,7 @@ import torch
 
 
 def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> ModuleType | None:
-    """Return a module of a kernel's package that needs Triton; None where there is no Triton, or no GPU.
-
-    With `anywhere`, it needs no GPU.
-    """
+    """Return a module of a kernel's package that needs Triton, and a GPU if not `anywhere`; None where these lack."""
     if anywhere or torch.cuda.is_available():
         with suppress(ImportError):
             return import_module(f"{package}.{module}")

@@ -93,16 +93,12 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "invariant_adam"
 
 
-@cache
-def _machine(device: torch.device) -> str:
+def _file(device: torch.device) -> Path:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{name} triton {triton.__version__}")
-
-
-def _file(device: torch.device) -> Path:
-    return folder() / f"tuned-{_machine(device)}.json"
+    machine = re.sub(r"[^A-Za-z0-9.]+", "-", f"{name} triton {triton.__version__}")
+    return folder() / f"tuned-{machine}.json"
 
 
 @cache

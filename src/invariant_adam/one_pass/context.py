@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..fold import hooks, pair
+from ..optimizer import InvariantAdam
 from .exchange import Open
 from .groups import UnsupportedUse, divided
 from .into import Sink
@@ -24,10 +25,6 @@ from .ops import batch_norm
 from .tracing import Tuples
 from .verify.check import verify
 from .weight import Entry, OnePassParameter
-
-if TYPE_CHECKING:
-    from ..optimizer import InvariantAdam
-
 
 _GRAPH = 16  # times as many elements may wait where a compiled graph has made them at once
 
@@ -87,12 +84,15 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise ValueError(f"batch_dim must be >= 0, got {batch_dim}")
         if weights is not None and reduction == "sum":
             raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
-        self.model, self.reduction = model, reduction
-        self.batch_size, self.weights, self.ragged, self.check = batch_size, weights, ragged, check
-        self.into = into
+        if not isinstance(into, (InvariantAdam, type(None))):
+            raise TypeError(f"into= must be an InvariantAdam, got {type(into).__name__}")
+        self.model, self.reduction, self.ragged, self.check = model, reduction, ragged, check
+        self.batch_size, self.weights, self.into = batch_size, weights, into
         self.facts = facts_of(model, micro_batch_size, batch_dim)
         self.mini = MiniBatch(self.facts, reduction)  # another one each time the context opens
         self.armed: list[Entry] = []
+        self.undo: list[Any] = []  # each with a `remove`
+        self.patched: list[nn.Module] = []  # batch norms with another forward
         # Pairs that are complete and not handed over; and how many elements they have, and may have.
         self.waiting: list[tuple[Entry, pair.Pair | None]] = []
         self.elements = self.room = 0
@@ -104,56 +104,36 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "models that are to run at the same time in processes of their own"
             )
         try:
-            self._arm()
-        except BaseException:
-            Open.lock.release()
+            self._open()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         Open.mini_batch = self.mini
         return self
 
-    def _arm(self) -> None:
-        self.mini = MiniBatch(self.facts, self.reduction)
-        entries = self.facts.refresh(self.model)
+    def _open(self) -> None:
+        mini = self.mini = MiniBatch(self.facts, self.reduction)
+        tickets, entries = self.facts.tickets, self.facts.refresh(self.model)
         if self.into is not None:
-            _bind(self.into)
-        self.undo: list[Any] = []
-        self.patched: list[nn.Module] = []  # batch norms with another forward
-        for entry in entries:
-            if entry.param.grad is not None and pair.peek(entry.param) is None:
-                raise RuntimeError(
-                    f"{entry.name} has a gradient from outside one_pass; consume it (fold, step) "
-                    "or clear it (zero_grad) first"
-                )
-            entry.refuse_hooks(called=self.into is None)
-            if type(entry.param) is not nn.Parameter:
-                raise UnsupportedUse(
-                    f"{entry.name} is a {type(entry.param).__name__}; one_pass follows torch.nn.Parameter only"
-                )
-        try:
-            self._open(entries)
-        except BaseException:
-            self._restore()
-            self.mini.sink = None
-            for entry in self.armed:
-                entry.param.grad, entry.before = entry.before, None
-            self.armed = []
-            raise
-
-    def _open(self, entries: list[Entry]) -> None:
-        mini, tickets = self.mini, self.facts.tickets
+            self.into.queue.bind()  # looks for parameters that were unfrozen, and refuses those another has taken over
         self.facts.find_takers()
-        self.waiting, self.elements = [], 0
+        self.elements = 0
         self.room = min((getattr(taker, "room", 0) for taker in {entry.taker for entry in entries}), default=0)
         for entry in entries:
             p = entry.param
+            if p.grad is not None and pair.peek(p) is None:
+                raise RuntimeError(
+                    f"{entry.name} has a gradient from outside one_pass; consume (fold, step) or clear it (zero_grad)"
+                )
+            entry.refuse_hooks(called=self.into is None)
+            if type(p) is not nn.Parameter:
+                raise UnsupportedUse(f"{entry.name} is a {type(p).__name__}; one_pass follows torch.nn.Parameter only")
             if p._backward_hooks:
                 self.undo.append(Watched(mini, entry))
             self.armed.append(entry)
-            entry.before = p.grad
-            p.grad = None
-            entry.companion.grad = None
+            entry.before, entry.shared = p.grad, None
+            p.grad = entry.companion.grad = None
             entry.begin()
-            entry.shared = None
             entry.operations.clear()
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
@@ -186,7 +166,14 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         Open.mini_batch = None
         try:
             self.mini.normed, self.facts.norms = {}, []
-            self._restore()
+            self._unpatch()
+            while self.undo:
+                self.undo.pop().remove()
+            for entry in self.armed:
+                entry.param.__class__ = nn.Parameter
+                entry.watcher = None
+                del entry.param.one_pass_entry  # type: ignore[attr-defined]
+                pair.disarm(entry.param)
             if kind is None:
                 self._harvest()
         finally:
@@ -199,16 +186,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.shared = entry.before = None
             self.armed, self.waiting = [], []
             Open.lock.release()
-
-    def _restore(self) -> None:
-        self._unpatch()
-        for handle in self.undo:
-            handle.remove()
-        for entry in self.armed:
-            entry.param.__class__ = nn.Parameter
-            entry.watcher = None
-            del entry.param.one_pass_entry  # type: ignore[attr-defined]
-            pair.disarm(entry.param)
 
     def _arrived(self, entry: Entry) -> None:
         """Have the pair handed over when both halves have arrived, so that the optimizer frees it in backward."""
@@ -287,23 +264,19 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "the model was called twice before a backward, on mini-batches of other sizes or of one micro-batch; "
                 "call it once per backward, evaluate under torch.no_grad(), or open one_pass for each mini-batch"
             )
-        for entry in self.armed:
-            entry.shared = None
         if mini.single:
             return
-        if self.check and facts.sharded:
-            if not facts.findings.passed:
-                raise UnsupportedUse(
-                    "the check runs the model many times, which ranks of FSDP2 could only do in step; have it made "
-                    "before fully_shard, by one backward in one_pass on the plain model, or pass check=False"
-                )
-        elif self.check:
+        if self.check and not facts.sharded:
             verify(mini, module, args, kwargs, additive=self.weights is None)
-        if self.check:
-            for entry in self.armed:
-                entry.shared = None
-                if entry.tied:
-                    mini.share(entry)
+        elif self.check and not facts.findings.passed:
+            raise UnsupportedUse(
+                "the check runs the model many times, which ranks of FSDP2 could only do in step; have it made before "
+                "fully_shard, by one backward in one_pass on the plain model, or pass check=False"
+            )
+        for entry in self.armed:
+            entry.shared = None
+            if self.check and entry.tied:
+                mini.share(entry)
         if self.forwards == 1:
             mini.normed = {}
 
@@ -331,15 +304,15 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         for entry in self.armed:
             # A compiled graph does not count what it delivers: count forwards and backwards.
             times = entry.arrived or entry.fired * max(1, self.forwards)
-            what = ""
-            if not entry.done and entry.is_empty():  # no gradient, no square: the optimizer skips it
+            what, square = "", entry.companion.grad
+            if not entry.done and entry.param.grad is None and square is None:  # the optimizer skips it
                 if sink is not None and entry.reached and entry.module in modules and not mini.single:
                     what = "no square, while others of its module have one: a compiled graph lost it; leave into= out"
-            elif not mini.is_known:
+            elif not mini.kappa:
                 what = "a gradient without a forward of the model"
             elif mini.single:
                 continue
-            elif entry.companion.grad is None and not entry.done:
+            elif square is None and not entry.done:
                 what = (
                     "a gradient without a square (by backward(inputs=...)? freeze the others; in a named tuple that "
                     "torch.compile did not look into? pass a list)"
@@ -376,21 +349,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         return pair.Pair(grad, square, self.mini.kappa, self.mini.scale)
 
 
-def _bind(into: InvariantAdam) -> None:
-    """Have the sink look for parameters that were unfrozen, and refuse those that another optimizer has taken over."""
-    from ..optimizer import InvariantAdam
-
-    if not isinstance(into, InvariantAdam):
-        raise TypeError(f"into= must be an InvariantAdam, got {type(into).__name__}")
-    into.queue.bind()
-
-
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
     sizes = [t.shape[axis] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis]
     found = set(sizes) - {1} or set(sizes)
     if len(found) != 1:
         raise ValueError(
-            f"the model's inputs have sizes {sizes} in dimension {axis}, so the mini-batch cannot "
-            "be told from them; pass batch_size="
+            f"the inputs have sizes {sizes} in dimension {axis}, which do not tell the mini-batch; pass batch_size="
         )
     return int(found.pop())

@@ -19,42 +19,34 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .exchange import Open
-from .groups import Groups, Stretch, UnsupportedUse, without_samples
+from .groups import Groups, UnsupportedUse, without_samples
 from .mini_batch import MiniBatch, Mode
 from .ops.base import OPERATIONS
 from .weight import Handle, lift, names_of
 
-# Operations that only look at a tensor or leave autograd: they run as they are.
+PROPERTIES = {name for name in dir(Tensor) if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")}
+# Operations that only look at a tensor or leave autograd, and properties that compute no value: they run as they are.
 UNFOLLOWED = frozenset(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex "  # noqa: SIM905
     "element_size detach item tolist data_ptr storage_offset get_device requires_grad_ register_hook retain_grad "
     "backward __len__ __repr__ __format__ __hash__ __bool__ __set__ __delete__ is_same_size is_pinned has_names numpy "
     "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor "
     "equal is_shared untyped_storage is_nonzero register_post_accumulate_grad_hook _is_view is_inference is_conj "
-    "is_neg "
-    "is_signed __contains__ dim_order __reduce_ex__ __array__".split()
-) | {
-    # Every property but those that compute a value.
-    name
-    for name in dir(Tensor)
-    if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")
-    and name not in ("T", "H", "mT", "mH", "real", "imag")
-}
+    "is_neg is_signed __contains__ dim_order __reduce_ex__ __array__".split()
+) | (PROPERTIES - {"T", "H", "mT", "mH", "real", "imag"})
 # Operations that send each element to one place at most: the squares take the same way.
 STRUCTURAL = frozenset(
     "view reshape t transpose permute unsqueeze squeeze flatten unflatten contiguous narrow "  # noqa: SIM905
-    "select chunk split unbind movedim moveaxis swapaxes swapdims T mT H mH __getitem__ clone "
-    "tensor_split view_as reshape_as split_with_sizes "
-    "ravel adjoint".split()
+    "select chunk split unbind movedim moveaxis swapaxes swapdims T mT H mH __getitem__ clone tensor_split view_as "
+    "reshape_as split_with_sizes ravel adjoint".split()
 )
 # Conversions: the squares keep their own dtype.
 CONVERSIONS = frozenset("to float double half bfloat16 type type_as cuda cpu".split())  # noqa: SIM905
 # Operations whose tensor arguments line up from the right, so that a size of B under the batch is the batch.
 ALIGNED = frozenset(
     "add sub subtract mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ "  # noqa: SIM905
-    "__mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where "
-    "lerp addcmul maximum minimum pow __pow__ "
-    "__rpow__ scaled_dot_product_attention dstack hstack atan2 remainder __mod__".split()
+    "__mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where lerp addcmul maximum "
+    "minimum pow __pow__ __rpow__ scaled_dot_product_attention dstack hstack atan2 remainder __mod__".split()
 )
 # Operations that draw random numbers where they are in train mode.
 RANDOM = frozenset(
@@ -69,12 +61,8 @@ IN_PLACE = {
 }  # fmt: skip
 # Every other operation that writes in place. A set, because a compiled trace cannot look into a name.
 WRITERS = frozenset(
-    [
-        "__setitem__",
-        *(n for n in dir(Tensor) if n[-1] == "_" and n[-2] != "_"),
-        *(n for n in dir(Tensor) if n[:3] == "__i" and n[3:-2] in dir(operator)),
-    ]
-) - {"__init__", "__invert__", "__index__", "__int__"}
+    n for n in dir(Tensor) if (n[-1] == "_" and n[-2] != "_") or (n[:3] == "__i" and n[3:-2] in dir(operator))
+) - {"__init__", "__invert__", "__index__", "__int__"} | {"__setitem__"}
 
 
 def name_of(func: Any) -> str:
@@ -104,8 +92,7 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
     if name in IN_PLACE and isinstance(args[0], Tensor) and mini.handle_of(args[0]) is None:
         return args[0].copy_(dispatch(IN_PLACE[name], args, kwargs))
     if kwargs.get("inplace"):
-        # The value belongs to the parameters, not to this operation.
-        kwargs = {**kwargs, "inplace": False}
+        kwargs = {**kwargs, "inplace": False}  # the value belongs to the parameters, not to this operation
     leaves, spec = tree_flatten((args, kwargs))
     handles = [mini.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
     held = [h for h in handles if h is not None]
@@ -124,24 +111,24 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
     mini.note(held, name)
     plain = [isinstance(a, Tensor) and h is None for a, h in zip(leaves, handles, strict=True)]
     batched = [p and mini.is_batched(a, names, name) for a, p in zip(leaves, plain, strict=True)]
+    if mini.probe is not None:
+        for a, p, b in zip(leaves, plain, batched, strict=True):
+            if p:
+                mini.probe.saw(names, name, a, mini.groups.axis_of(a.shape) if b else None)
+    given = [a if b else h for a, h, b in zip(leaves, handles, batched, strict=True)]
 
     def call(*tensors: Any) -> Any:
         it = iter(tensors)
-        filled = [next(it) if h is not None or b else a for a, h, b in zip(leaves, handles, batched, strict=True)]
-        a, k = tree_unflatten(filled, spec)
+        a, k = tree_unflatten([a if g is None else next(it) for a, g in zip(leaves, given, strict=True)], spec)
         return func(*a, **k)
 
     if not any(batched):
-        if mini.probe is not None:
-            for a, p in zip(leaves, plain, strict=True):
-                if p:
-                    mini.probe.constant(names, name, a)
         one_to_one = name in STRUCTURAL and len(held) == sum(isinstance(a, Tensor) for a in leaves)
         if name == "__getitem__":  # an index of another kind may name an element twice
             each = args[1] if isinstance(args[1], tuple) else (args[1],)
             one_to_one = one_to_one and all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in each)
         return _lift_result(mini, call, name, held, one_to_one)
-    return _per_group(mini, call, name, names, leaves, handles, batched)
+    return _per_group(mini, call, name, names, [g for g in given if g is not None])
 
 
 def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
@@ -176,10 +163,8 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
         def nth(*tensors: Tensor, i: int = i) -> Tensor:
             return tree_flatten(call(*tensors))[0][i]
 
-        if tracing or one_to_one or name in CONVERSIONS:
-            tag = torch.func.vmap(nth)(*tags)
-        else:
-            tag = Derive.apply(nth, mini.groups.kappa, *tags)
+        once = not (tracing or one_to_one or name in CONVERSIONS)
+        tag = Derive.apply(nth, mini.groups.kappa, *tags) if once else torch.func.vmap(nth)(*tags)
         out.append(lift(v, Handle(v, tag, True, None, label=names_of(held))))
     return tree_unflatten(out, spec)
 
@@ -204,39 +189,32 @@ class Derive(Function):
         return (None, None, *grads)
 
 
-def _per_group(
-    mini: MiniBatch, call: Any, name: str, names: str, leaves: list[Any], handles: list[Any], batched: list[bool]
-) -> Any:
+def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Handle | Tensor]) -> Any:
     """One call per group under vmap, with the parameters' own copy for each."""
     groups = mini.groups
-    axis, ndim, size = _batch_axis(mini, name, names, leaves, batched)
-    tags: list[Any] = [None if h is None else mini.grouped(h) for h in handles]
-    stacked = {
-        i: groups.stack(a, groups.axis_of(a.shape) or 0)
-        for i, (a, b) in enumerate(zip(leaves, batched, strict=True))
-        if b
-    }
-    results = []
-    for i_stretch, stretch in enumerate(groups.stretches):
-        inputs = []
-        for i, (h, tag) in enumerate(zip(handles, tags, strict=True)):
-            if h is not None:
-                inputs.append(_own_copy(groups, name, h, tag, stretch, axis, ndim, size))
-            elif batched[i]:
-                x = stacked[i][i_stretch]
-                a = groups.axis_of(leaves[i].shape)
-                inputs.append(x.movedim(1, a + 1) if a else x)
-        try:
-            results.append(torch.func.vmap(call, randomness="different")(*inputs))
-        except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
-            raise UnsupportedUse(
-                f"{names} goes through {name}, which has no rule and does not run group by group "
-                f"({str(error).splitlines()[0]}); freeze the parameter, write the operation with "
-                "ones that have rules, or loop over micro-batches"
-            ) from error
+    axes = [_axis_of(groups, a, name, names) if isinstance(a, Tensor) else -1 for a in given]
+    axis, shape = -1, torch.Size()  # of the batched argument of most dimensions
+    for a, at in zip(given, axes, strict=True):
+        if isinstance(a, Tensor) and a.ndim > len(shape):
+            axis, shape = at, a.shape
+    pieces, rows = [], []  # of each argument, per stretch; samples of a group
+    for a, at in zip(given, axes, strict=True):
+        if isinstance(a, Handle):
+            pieces.append(_own_copies(mini, name, a, axis, shape))
+        else:
+            stacked = groups.stack(a, at)
+            pieces.append([x.movedim(1, at + 1) if at else x for x in stacked])
+            rows.append(stacked[0].shape[1])
+    try:
+        results = [torch.func.vmap(call, randomness="different")(*inputs) for inputs in zip(*pieces, strict=True)]
+    except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise UnsupportedUse(
+            f"{names} goes through {name}, which has no rule and does not run group by group ({why}); freeze the "
+            "parameter, write the operation with ones that have rules, or loop over micro-batches"
+        ) from error
     flat = [tree_flatten(r) for r in results]
     merged = []
-    rows = [s[0].shape[1] for s in stacked.values()] or [0]
     for outs in zip(*[f[0] for f in flat], strict=True):
         first = outs[0]
         where = [a for a in (axis, *range(first.ndim - 1)) if a + 1 < first.ndim and first.shape[a + 1] in rows]
@@ -247,42 +225,39 @@ def _per_group(
             )
         a = where[0]
         merged.append(groups.merge([o.movedim(a + 1, 1) if a else o for o in outs], a))
-    out = tree_unflatten(merged, flat[0][1])
     if mini.probe is not None:
-        mini.probe.compare(call, name, names, leaves, handles, batched, out)
-    return out
+        with torch.no_grad():
+            plain = call(*[a.value if isinstance(a, Handle) else a for a in given])
+        mini.probe.compare(names, name, merged, tree_flatten(plain)[0])
+    return tree_unflatten(merged, flat[0][1])
 
 
-def _batch_axis(mini: MiniBatch, name: str, names: str, leaves: list[Any], batched: list[bool]) -> tuple[int, int, int]:
-    """The batch dimension, the number of dimensions and the size at it, of the batched argument of most dimensions."""
-    best = (0, -1, 0)
-    for a, b in zip(leaves, batched, strict=True):
-        if b:
-            axis = mini.groups.axis_of(a.shape)
-            if a.ndim == 0:
-                raise without_samples(names, f"goes through {name} with a scalar of the batch")
-            if axis is None:
-                raise UnsupportedUse(
-                    f"{names} goes through {name} with a tensor of shape {tuple(a.shape)}, in which no dimension is "
-                    f"the batch of {mini.groups.batch}; keep the batch in dimension {mini.groups.axis}"
-                )
-            if a.ndim > best[1]:
-                best = (axis, a.ndim, a.shape[axis])
-    return best
+def _axis_of(groups: Groups, x: Tensor, name: str, names: str) -> int:
+    if x.ndim == 0:
+        raise without_samples(names, f"goes through {name} with a scalar of the batch")
+    axis = groups.axis_of(x.shape)
+    if axis is None:
+        raise UnsupportedUse(
+            f"{names} goes through {name} with a tensor of shape {tuple(x.shape)}, in which no dimension is the batch "
+            f"of {groups.batch}; keep the batch in dimension {groups.axis}"
+        )
+    return axis
 
 
-def _own_copy(
-    groups: Groups, name: str, h: Handle, tag: Tensor, stretch: Stretch, axis: int, ndim: int, size: int
-) -> Tensor:
-    """The copies of a lifted value for one stretch, cut to each group's samples where the value spans the batch."""
-    under = axis - (ndim - h.value.ndim)
+def _own_copies(mini: MiniBatch, name: str, h: Handle, axis: int, shape: torch.Size) -> list[Tensor]:
+    """Per stretch, the copies of a lifted value, cut to each group's samples where it lies along the batch's `axis`."""
+    groups, tag, size = mini.groups, mini.grouped(h), shape[axis]
+    under = axis - (len(shape) - h.value.ndim)
     aligned = name in ALIGNED or (name in PRODUCTS and under < h.value.ndim - 2)
-    if aligned and under >= 0 and h.value.shape[under] == size > 1:
-        times = size // groups.batch
-        m = (stretch.last - stretch.first) // (stretch.hi - stretch.lo) * times
+    if not aligned or under < 0 or h.value.shape[under] != size or size == 1:
+        return [tag[s.lo : s.hi] for s in groups.stretches]
+    times, copies = size // groups.batch, []
+    for s in groups.stretches:
+        m = (s.last - s.first) // (s.hi - s.lo) * times
         if h.resize is not None and times == 1:
-            return h.resize(stretch.lo, stretch.hi, m)
-        first = stretch.first * times
-        own = [tag[k].narrow(under, first + (k - stretch.lo) * m, m) for k in range(stretch.lo, stretch.hi)]
-        return torch.stack(own)
-    return tag[stretch.lo : stretch.hi]
+            copies.append(h.resize(s.lo, s.hi, m))
+        else:
+            first = s.first * times
+            own = [tag[k].narrow(under, first + (k - s.lo) * m, m) for k in range(s.lo, s.hi)]
+            copies.append(torch.stack(own))
+    return copies

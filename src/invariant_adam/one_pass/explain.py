@@ -13,7 +13,7 @@ from .groups import UnsupportedUse
 from .mini_batch import MiniBatch
 from .ops.base import COPIES, OPERATIONS, Seen, by_copies
 from .verify.check import verify
-from .verify.probe import Probe, Record, Trial
+from .verify.probe import Probe, Trial
 from .weight import Entry
 
 
@@ -73,15 +73,13 @@ def explain(
     batch = (sample_batch,) if isinstance(sample_batch, Tensor) else sample_batch
     args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), dict(batch))
     context = one_pass(model, micro_batch_size, batch_dim=batch_dim, batch_size=batch_size, check=False)
-    problem = None
-    probe: Probe | None = None
+    problem, probe = None, Probe()
     try:
         with context, torch.enable_grad():
             context.before_forward(model, args, kwargs)
             if not context.mini.single:
-                plain = getattr(model, "_orig_mod", model)
                 with torch.compiler.set_stance("force_eager"):
-                    probe, _ = Trial(context.mini, plain, (args, kwargs)).run()
+                    probe, _ = Trial(context.mini, getattr(model, "_orig_mod", model), (args, kwargs)).run()
                 context.facts.find(checked=frozenset(), passed=False)
                 verify(context.mini, model, args, kwargs)
     except UnsupportedUse as error:
@@ -90,26 +88,23 @@ def explain(
     return Explanation(tuple(rows), context.mini.groups.batch, micro_batch_size, problem)
 
 
-def _row(entry: Entry, mini: MiniBatch, probe: Probe | None) -> Row:
+def _row(entry: Entry, mini: MiniBatch, probe: Probe) -> Row:
     shape, itemsize = tuple(entry.param.shape), entry.companion.element_size()
     square = entry.size * itemsize
     if mini.single:
         return Row(entry.name, shape, "any", None, "square of the gradient", square)
-    found: list[tuple[str, Record]] = []
-    for (names, name), records in (probe.records if probe is not None else {}).items():
-        if entry.name in names.split(", "):
-            found += [(name, r) for r in records if r.axis is not None or r.ids is not None]
+    mine = [(name, records) for (names, name), records in probe.records.items() if entry.name in names.split(", ")]
+    found = [(name, r) for name, records in mine for r in records if r.placed]
     rule = ", ".join(sorted(entry.operations | {name for name, _ in found}))
     if not rule:
         return Row(entry.name, shape, "not used", None, "-", 0)
+    shared = entry.tied or probe.uses[entry.name] > 1
     rows, kernel, extra = None, COPIES, mini.groups.kappa * square
     if found:
         name, record = found[0]
         line = OPERATIONS[name].line if name in OPERATIONS else by_copies
         told = line(Seen(record.x, record.axis or 0, record.ids, mini.groups, shape, itemsize))
         rows = told.rows
-        if len(found) == 1:
+        if len(found) == 1 and not shared:
             kernel, extra = told.kernel, told.extra
-    if entry.tied or (probe is not None and probe.uses[entry.name] > 1):
-        return Row(entry.name, shape, f"{rule} (shared)", rows, COPIES, square + mini.groups.kappa * square)
-    return Row(entry.name, shape, rule, rows, kernel, square + extra)
+    return Row(entry.name, shape, f"{rule} (shared)" if shared else rule, rows, kernel, square + extra)

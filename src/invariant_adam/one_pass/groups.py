@@ -54,12 +54,7 @@ class Groups:
         self.stretches = [Stretch(0, full, 0, full * micro)] if full else []
         if rest:
             self.stretches.append(Stretch(full, full + 1, full * micro, batch))
-        # One coefficient W/(κ W_k) per group; None where all are 1.
-        self.c = c
-
-    def scale(self, reduction: str) -> tuple[float, float]:
-        """The factors that make mean g and mean g² of the sums Σ s_k and Σ c_k s_k² of a backward."""
-        return (1.0, float(self.kappa)) if reduction == "mean" else (1 / self.kappa, 1 / self.kappa)
+        self.c = c  # one coefficient W/(κ W_k) per group; None where all are 1
 
     def axis_of(self, shape: torch.Size, leading: int | None = None) -> int | None:
         """The batch dimension among the first `leading` dimensions of `shape`, or among all; or None.
@@ -126,17 +121,14 @@ def divided(
         )
     if (rest or batch < micro) and reduction == "sum":
         raise ValueError(
-            f"a ragged micro-batch ({batch} samples, micro_batch_size={micro}) has no sum comparable with the others'; "
-            'use reduction="mean"'
+            f'a ragged micro-batch ({batch} samples, micro_batch_size={micro}) sums over fewer; use reduction="mean"'
         )
     if weights is None and not rest:
         return Groups(batch, size, axis)
-    if weights is None:
-        w = torch.ones(batch, dtype=torch.float64, device=device)
-    else:
-        if weights.shape[0] != batch:
-            raise ValueError(f"weights has {weights.shape[0]} rows for a mini-batch of {batch} samples")
-        w = weights.detach().to(device, torch.float64).reshape(batch, -1).sum(1)
+    if weights is not None and weights.shape[0] != batch:
+        raise ValueError(f"weights has {weights.shape[0]} rows for a mini-batch of {batch} samples")
+    w = torch.ones(batch, device=device) if weights is None else weights.detach()
+    w = w.to(device, torch.float64).reshape(batch, -1).sum(1)
     ids = torch.arange(batch, device=device) // size
     W = torch.zeros(kappa, dtype=torch.float64, device=device).index_add(0, ids, w)
     # W/(κ W_k); a group of no weight has no gradient either.

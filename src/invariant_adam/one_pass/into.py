@@ -57,7 +57,7 @@ class Sink:
     def claim(self, key: int) -> Entry | None:
         """The parameter whose pair is made now; None in a backward that parameters are no part of."""
         entry = self.entries.get(key)
-        if entry is None or not self.mini.is_known:
+        if entry is None or not self.mini.kappa:
             raise RuntimeError(
                 "a backward of one_pass(..., into=opt) ran in another context than its forward; call both in one, and "
                 "drop the update with opt.abandon()"

@@ -55,8 +55,8 @@ class MiniBatch:
         self.mode = Mode.WAITING
         self.groups = Groups(1, 1, facts.axis)
         self.single = False  # one micro-batch: the square of its gradient is the answer
-        self.kappa = 0.0  # micro-batches in the mini-batch; a ragged one counts n/M
-        self.scale = (1.0, 1.0)  # the factors that make means of the sums that a backward leaves
+        self.kappa = 0.0  # micro-batches, of which a ragged one counts n/M; 0 until a forward, or batch_size=, shows B
+        self.scale = (1.0, 1.0)  # the factors that make mean g and mean g² of a backward's sums Σ s_k and Σ c_k s_k²
         self.sink: Sink | None = None  # takes pairs as they are made
         self.probe: Probe | None = None  # records what the rules see, in a run of a check
         # Of each batch norm, by its running mean: the statistics of its uses so far.
@@ -70,12 +70,7 @@ class MiniBatch:
         self.single = groups.kappa == 1
         self.mode = Mode.PLAIN if self.single else mode
         self.kappa = groups.batch / self.facts.micro
-        self.scale = (1.0, 1.0) if self.single else groups.scale(self.reduction)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a forward, or batch_size=, has shown the mini-batch."""
-        return self.mode is not Mode.WAITING
+        self.scale = (1.0, float(groups.kappa)) if self.reduction == "mean" else (1 / groups.kappa, 1 / groups.kappa)
 
     def ready(self, name: str) -> None:
         """Refuse to go on where the batch is not known."""
@@ -142,14 +137,15 @@ class MiniBatch:
             return Weight(plain)
         if not h.grouped:
             self.count(h)
-            into = self.sink is not None and self.mode is not Mode.CHECKING and h.direct and ticket is not None
-            if into and ticket is not None and not _waits(h.value):
-                return Weight(h.value, self.facts.tickets[h.value.device][ticket], h, True)
+            if ticket is not None and self.sink is not None and self.mode is not Mode.CHECKING and h.direct:
+                p = h.value
+                if not torch.compiler.is_compiling() or p.ndim > 1 or p.numel() >= SMALL:
+                    return Weight(p, self.facts.tickets[p.device][ticket], h, True)
         return Weight(h.value, h.tag, h)
 
-    def count(self, h: Handle | None) -> None:
+    def count(self, h: Handle) -> None:
         """Count a use that delivers squares, while probing."""
-        if self.probe is not None and h is not None and h.entry is not None:
+        if self.probe is not None and h.entry is not None:
             self.probe.uses[h.entry.name] += 1
 
     def note(self, held: Held, name: str) -> None:
@@ -178,9 +174,7 @@ class MiniBatch:
 
         The operation `name` uses the parameters behind `held` on x, perhaps with rows in `any_order`.
         """
-        found = None
-        if x.requires_grad and not torch.compiler.is_compiling():
-            found = routed(x, self.groups)
+        found = routed(x, self.groups) if x.requires_grad and not torch.compiler.is_compiling() else None
         if found is not None:
             if not any_order:
                 raise UnsupportedUse(
@@ -190,16 +184,23 @@ class MiniBatch:
             return self.place_at(x, 0, name, held, found)
         if not x.requires_grad and not self.is_batched(x, names_of(held), name):
             if self.probe is not None:
-                self.probe.constant(names_of(held), name, x)
+                self.probe.saw(names_of(held), name, x)
             return None
         if x.ndim == 0:
             raise without_samples(names_of(held), f"goes through {name} with a scalar of the batch")
         axis = self.groups.axis_of(x.shape, x.ndim - event)
         if self.facts.findings.axes:
             axis = self.facts.findings.axes.get((names_of(held), name), axis)
-        # A checkpoint runs its part of the forward again during backward, where it was checked as well.
+        # Outside of the model's forward no check has looked: accept what cannot be misread. A checkpoint runs its part
+        # of the forward again during backward, where it was checked as well.
         if self.mode is Mode.OUTSIDE and torch._C._current_graph_task_id() < 0:
-            self._only_place(x, x.ndim - event, name, held)
+            sized = [d for d in range(x.ndim - event) if x.shape[d] == self.groups.batch]
+            if sized != [self.groups.axis]:
+                raise UnsupportedUse(
+                    f"{names_of(held)} goes through {name} outside of the model's forward, with an input of shape "
+                    f"{tuple(x.shape)} whose batch of {self.groups.batch} cannot be told for sure; move the operation "
+                    "into the model"
+                )
         if axis is None:
             raise UnsupportedUse(
                 f"{names_of(held)} goes through {name} with an input of shape {tuple(x.shape)}, in which no "
@@ -208,26 +209,12 @@ class MiniBatch:
             )
         return self.place_at(x, axis, name, held)
 
-    def _only_place(self, x: Tensor, leading: int, name: str, held: Held) -> None:
-        """Outside of the model's forward, where no check has looked: accept what cannot be misread."""
-        batch, axis = self.groups.batch, self.groups.axis
-        if leading <= axis or [d for d in range(leading) if x.shape[d] == batch] != [axis]:
-            raise UnsupportedUse(
-                f"{names_of(held)} goes through {name} outside of the model's forward, with an input of shape "
-                f"{tuple(x.shape)} whose batch of {batch} cannot be told for sure; move the operation into the model"
-            )
-
     def place_at(self, x: Tensor, axis: int, name: str, held: Held, found: Routed | None = None) -> Place:
         """`place` with the batch dimension, or the rows' places in the batch, known."""
         self.note(held, name)
         if self.probe is not None:
-            self.probe.rows(names_of(held), name, x, found, axis)
+            self.probe.saw(names_of(held), name, x, axis, found)
         return Place(axis, found)
-
-
-def _waits(p: Tensor) -> bool:
-    """Whether the pair of a parameter is to be returned like a gradient, though a sink is open: see `SMALL`."""
-    return torch.compiler.is_compiling() and p.ndim < 2 and p.numel() < SMALL
 
 
 class Watched:
@@ -237,8 +224,7 @@ class Watched:
         self.mini, self.name = mini, entry.name
         self.hooks: dict[int, Callable[[Tensor], Tensor | None]] = entry.param._backward_hooks  # type: ignore[assignment]
         self.plain = dict(self.hooks)
-        for key, hook in self.plain.items():
-            self.hooks[key] = partial(self._call, hook)
+        self.hooks.update({key: partial(self._call, hook) for key, hook in self.plain.items()})
 
     def remove(self) -> None:
         """Leave the hooks as they were, but for those that are gone."""

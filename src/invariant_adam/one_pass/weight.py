@@ -1,12 +1,4 @@
-"""What is known of a parameter, and of a value computed from parameters alone.
-
-Entry              a trainable parameter, with the leaf at which its square arrives
-OnePassParameter   the class of a parameter while a context is open: its operations come to `dispatch`
-Lifted             a value made from parameters without any sample (a transposed weight, a slice of a position
-                   table, the weight of a weight norm): it looks like the value, and carries a handle
-Handle             a value of parameters with its tag, which leads squares back to the parameters
-Weight             one use of a handle by one operation
-"""
+"""What is known of a parameter (`Entry`), of a value made of parameters (`Handle`), and of one use of it (`Weight`)."""
 
 from __future__ import annotations
 
@@ -74,8 +66,7 @@ class Entry:
             if entry is not None and entry.watcher is not None:
                 entry.watcher(entry)
 
-        hook = param.register_post_accumulate_grad_hook(arrived)
-        weakref.finalize(self, hook.remove)
+        weakref.finalize(self, param.register_post_accumulate_grad_hook(arrived).remove)
 
     def begin(self) -> None:
         """Make ready for a mini-batch."""
@@ -104,11 +95,10 @@ class Entry:
                 "memory; remove it, or leave into= out"
             )
         hooks = self.param._post_accumulate_grad_hooks or ()
-        if len(hooks) == self.hooks:
-            return
-        for hook in dict(hooks).values():
-            self.refuse_after(hook)
-        self.hooks = len(hooks)
+        if len(hooks) != self.hooks:
+            for hook in dict(hooks).values():
+                self.refuse_after(hook)
+            self.hooks = len(hooks)
 
     def refuse_after(self, hook: Callable[[Tensor], None]) -> None:
         """Refuse a hook after a gradient that is not this package's."""
@@ -118,17 +108,12 @@ class Entry:
                 "mini-batch, and could change it without its square; remove it, or loop over micro-batches"
             )
 
-    def is_empty(self) -> bool:
-        """Whether neither a gradient nor a square has arrived."""
-        return self.param.grad is None and self.companion.grad is None
-
     def fire(self) -> None:
         """Note that a backward has reached the companion."""
         if Open.mini_batch is None:
             raise RuntimeError(
-                f"{self.name}: a backward of one_pass ran after its context was closed, where the gradient of a whole "
-                "mini-batch would pass for one micro-batch's; call backward() inside. Clear what it left with "
-                "zero_grad(), or opt.abandon()"
+                f"{self.name}: a backward of one_pass ran after its context was closed, and would leave a mini-batch's "
+                "gradient for a micro-batch's; call it inside. Clear what is left by zero_grad(), or opt.abandon()"
             )
         self.fired += 1
         if self.watcher is not None:
@@ -141,7 +126,7 @@ def same(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Handle:
-    """A value of parameters with its tag, in one of two modes.
+    """A value of parameters with its tag, which leads squares back to them, in one of two modes.
 
     one use   the value is the parameter (or a view of it), the tag its companion's:
               backward returns dW for the value and Σ_k c_k s_k² for the tag
@@ -162,17 +147,11 @@ class Handle:
         self.resize = resize  # of a value spread over the batch: (lo, hi, m) -> copies of m samples for each group
         self.direct = direct  # the parameter itself, used once
         self.dtype = value.dtype
-        self.square_dtype = wide(value.dtype)
 
     @property
     def label(self) -> str:
         """The parameters it comes from, by name; asked for only where it is needed, since a trace guards it."""
         return self.named or ("" if self.entry is None else self.entry.name)
-
-    def arrive(self) -> None:
-        """Count one delivery of squares; a parameter that is not shared must get exactly one."""
-        if self.entry is not None and not torch.compiler.is_compiling():
-            self.entry.arrived += 1
 
 
 Held = Iterable[Handle | None]
@@ -227,7 +206,7 @@ class OnePassParameter(Followed, nn.Parameter):
 
 
 class Lifted(Followed, torch.Tensor):
-    """A value made from parameters alone, still to meet the batch."""
+    """A value made from parameters alone, still to meet the batch: a transposed weight, a slice of a position table."""
 
     handle: Handle
 

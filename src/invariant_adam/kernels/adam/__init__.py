@@ -72,36 +72,26 @@ def _aligned(tensors: Tensors) -> Tensors:
     return [t.clone() if t.data_ptr() % 16 else t for t in tensors]
 
 
-def fold(
-    grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
-    keep: Factors, gain: Factors, count: Tensor, slots: Tensor | None = None,
-) -> None:  # fmt: skip
+# The scalars are those of the functions of `torch`, which say what they are.
+def fold(grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, **scalars: Any) -> None:
     """Fold gradients into the moments: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g² (see `torch.fold`)."""
-    serving = _serving(grads, exp_avgs, exp_avg_sqs, *([squares] if squares else []))
+    serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or [])
     if serving is plain and grads[0].is_cuda:
         grads, squares = _aligned(grads), squares and _aligned(squares)
-        serving = _serving(grads, exp_avgs, exp_avg_sqs, *([squares] if squares else []))
-    serving.fold(grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, count=count, slots=slots)
+        serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or [])
+    serving.fold(grads, squares, exp_avgs, exp_avg_sqs, **scalars)
 
 
-def step(
-    params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
-    size: float, eps: float, decay: float, slots: Tensor | None = None,
-) -> None:  # fmt: skip
+def step(params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, **scalars: Any) -> None:
     """Move the weights: w ← decay·w − size·m / (√v + eps) (see `torch.step`)."""
-    serving = _serving(params, exp_avgs, exp_avg_sqs)
-    serving.step(params, exp_avgs, exp_avg_sqs, size=size, eps=eps, decay=decay, slots=slots)
+    _serving(params, exp_avgs, exp_avg_sqs).step(params, exp_avgs, exp_avg_sqs, **scalars)
 
 
 def fold_step(
-    params: Tensors, grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
-    keep: Factors, gain: Factors, size: float, eps: float, decay: float, count: Tensor, slots: Tensor | None = None,
-) -> None:  # fmt: skip
-    """`fold`, then `step`; in one pass over memory where Triton serves both."""
-    serving = _serving(grads, exp_avgs, exp_avg_sqs, *([squares] if squares else []))
+    params: Tensors, grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, **scalars: Any
+) -> None:
+    """`fold`, then `step`; in one pass over memory where Triton serves both (see `torch.fold_step`)."""
+    serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or [])
     if serving is not plain:
         serving = _serving(params, exp_avgs)
-    serving.fold_step(
-        params, grads, squares, exp_avgs, exp_avg_sqs, keep=keep, gain=gain, size=size, eps=eps, decay=decay,
-        count=count, slots=slots,
-    )  # fmt: skip
+    serving.fold_step(params, grads, squares, exp_avgs, exp_avg_sqs, **scalars)

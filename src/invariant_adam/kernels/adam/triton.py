@@ -318,12 +318,12 @@ def _tables(*lists: Tensors, block: int = BLOCK) -> tuple[tuple[Tensor, Tensor, 
     pointers = tuple(map(Tensor.data_ptr, chain.from_iterable(zip(*lists, strict=True))))
     numels = tuple(map(Tensor.numel, lists[0]))
     if room_for is not None:  # a graph must own what it reads
-        tables, n = _cut(numels, block)
-        address, blocks, sizes = (room_for(t, device) for t in (torch.tensor(pointers, dtype=torch.int64), *tables))
-        return (address, blocks, sizes), n
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    blocks, sizes, n = _blocks(numels, block, device, stream)
-    return (_addresses(pointers, device, stream), blocks, sizes), n
+        tables = (torch.tensor(pointers, dtype=torch.int64), *_cut(numels, block))
+        address, blocks, sizes = (room_for(t, device) for t in tables)
+    else:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        address, (blocks, sizes) = _addresses(pointers, device, stream), _blocks(numels, block, device, stream)
+    return (address, blocks, sizes), blocks.shape[0]
 
 
 # Tables are kept by stream: the memory of a dropped one goes back to the stream that it was made on, and another stream
@@ -336,15 +336,14 @@ def _addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> 
 
 
 @lru_cache(maxsize=256)
-def _blocks(numels: tuple[int, ...], block: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor, int]:
-    (blocks, sizes), n = _cut(numels, block)
-    return blocks.to(device), sizes.to(device), n
+def _blocks(numels: tuple[int, ...], block: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    blocks, sizes = _cut(numels, block)
+    return blocks.to(device), sizes.to(device)
 
 
-def _cut(numels: tuple[int, ...], block: int) -> tuple[tuple[Tensor, Tensor], int]:
-    """The tensor of each block and the block's place there, and the sizes of the tensors; how many blocks there are."""
+def _cut(numels: tuple[int, ...], block: int) -> tuple[Tensor, Tensor]:
+    """The tensor of each block and the block's place there, and the sizes of the tensors."""
     counts = torch.tensor([cdiv(n, block) for n in numels], dtype=torch.int64)
     tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
     place = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    table = torch.stack([tensor, place], 1).to(torch.int32)
-    return (table, torch.tensor(numels, dtype=torch.int64)), len(tensor)
+    return torch.stack([tensor, place], 1).to(torch.int32), torch.tensor(numels, dtype=torch.int64)

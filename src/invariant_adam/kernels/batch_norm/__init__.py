@@ -18,8 +18,6 @@ from torch.compiler import is_compiling
 from .. import twin
 from . import torch as plain
 
-__all__ = ["Running", "backward", "forward", "fused", "normalise", "running", "statistics", "takes_fused"]
-
 fused = twin(__name__)  # a constant, so that compiled code need not ask
 
 

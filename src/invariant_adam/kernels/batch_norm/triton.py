@@ -352,13 +352,6 @@ def backward(
 
 
 # The same as operators.
-
-
-def _backward_shapes(g: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    kappa, channels = mean.shape
-    return torch.empty_like(x), mean.new_empty(kappa, 2, channels), mean.new_empty(4, channels)
-
-
 statistics_op = operator(
     "ghost_statistics(Tensor x, int kappa, float eps, Tensor(a!)? running_mean, Tensor(b!)? running_var, float keep, "
     "float gain, float ratio) -> (Tensor, Tensor)",
@@ -370,5 +363,9 @@ normalise_op = operator(
 )(normalise)
 backward_op = operator(
     "ghost_backward(Tensor g, Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? c) -> (Tensor, Tensor, Tensor)",
-    _backward_shapes,
+    lambda g, x, mean, *_: (
+        torch.empty_like(x),
+        mean.new_empty(mean.shape[0], 2, mean.shape[1]),
+        mean.new_empty(4, mean.shape[1]),
+    ),
 )(backward)

@@ -28,8 +28,5 @@ def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) ->
     X = X if X.dtype == G.dtype else X.to(G.dtype)
     if fused is None or not takes_fused(G, X, geo):
         return plain.conv_square(G, X, geo, c)
-    if is_compiling():
-        dW, S = fused.conv_square_op(G, X, c, *[list(sizes) for sizes in geo[:4]], geo.groups, geo.channels_last)
-    else:
-        dW, S = fused.conv_square(G, X, geo, c)
+    dW, S = fused.conv_square_op(G, X, c, *geo) if is_compiling() else fused.conv_square(G, X, geo, c)
     return dW, S

@@ -40,14 +40,10 @@ def conv_groups(G: Tensor, X: Tensor, geo: Geometry) -> Tensor:
     So the library serves every stride, padding, dilation, grouping and transposition.
     """
     kappa = G.shape[0]
-    X = X.to(G.dtype)
-    if kappa == 1:
-        weight = G.new_empty(1).expand(geo.weight)
-        return conv_backward(G[0], X[0], weight, geo, [False, True, False])[1][None]
-    wide_geo = geo._replace(groups=geo.groups * kappa)
     weight = G.new_empty(1).expand(kappa * geo.weight[0], *geo.weight[1:])
-    g, x = (t.transpose(0, 1).flatten(1, 2) for t in (G, X))
-    return conv_backward(g, x, weight, wide_geo, [False, True, False])[1].view(kappa, *geo.weight)
+    g, x = (t.transpose(0, 1).flatten(1, 2) for t in (G, X.to(G.dtype)))
+    every = conv_backward(g, x, weight, geo._replace(groups=geo.groups * kappa), [False, True, False])[1]
+    return every.view(kappa, *geo.weight)
 
 
 def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -259,42 +259,41 @@ def implicit(task: Task) -> None:
     G, X, geo, kappa, c, config, D, S, into = task
     # The hardware's tile loads (Hopper on) need 16-byte rows and addresses; other loads go by address, masked.
     aligned = G.data_ptr() % 16 == 0, X.data_ptr() % 16 == 0
-    key = (geo, G.shape, X.shape, kappa, G.dtype, G.device, aligned, config)
+    how = (c is not None, into is not None, torch.backends.cudnn.allow_tf32)
+    key = (geo, G.shape, X.shape, kappa, G.dtype, G.device, aligned, config, D.stride(), how)
     p = _known.get(key)
     if p is None:
-        p = _known[key] = ConvLaunches(task)
+        p = _known[key] = ConvLaunches(task, *how)
     partial = None if p.partial is None else torch.empty(p.partial, device=G.device)
     fold = put_arguments(into)
-    start, finish = p.launches(D.stride(), c is not None, into is not None)
     g, x = G if p.of_g is None else p.of_g.of(G), X if p.of_x is None else p.of_x.of(X)
-    start(g, x, c, D, S, partial, *(put_arguments(None) if p.split else fold))
-    if finish is not None:
-        finish(partial, c, D, S, *fold)
+    p.start(g, x, c, D, S, partial, *(put_arguments(None) if p.split else fold))
+    if p.finish is not None:
+        p.finish(partial, c, D, S, *fold)
 
 
-# The shapes and the alignment of a layer's operands, and its configuration -> its launches, kept from update to update.
+# What the launches depend on -> the launches, which a layer needs in every update.
 _known: dict[tuple[Any, ...], ConvLaunches] = {}
 
 
 class ConvLaunches:
-    """What the shapes and the alignment of the operands, and a configuration, fix of the launches."""
+    """The kernel as it starts for a task like this one, and the one that adds up pieces, if there are any."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, weighted: bool, into: bool, tf32: bool) -> None:
         G, X, geo, kappa, _, config = task[:6]
-        self.device = G.device
         (n, wide, height, width), (high, across) = X.shape, G.shape[2:]
         images = n // kappa
-        out, inner, kh, kw = geo.weight
+        (out, inner, kh, kw), (bm, bn, bk) = geo.weight, config[:3]
         out //= geo.groups
         rows = images * high * across
-        flat = inner < config.bn
-        columns = cdiv(kh * kw * inner, config.bn) if flat else kh * kw * cdiv(inner, config.bn)
-        tiles = geo.groups * cdiv(out, config.bm) * columns
+        flat = inner < bn
+        columns = cdiv(kh * kw * inner, bn) if flat else kh * kw * cdiv(inner, bn)
+        tiles = geo.groups * cdiv(out, bm) * columns
         odd = [t.shape[1] // geo.groups * t.element_size() % 16 or t.data_ptr() % 16 for t in (G, X)]  # bytes
         loads = [chip.of(G.device).tile_loads and not rest for rest in odd]
         fits = config.boxes and all(loads) and not flat and boxed(geo, X)
-        load = box(config.bk, images, high, across) if fits else None
-        steps = cdiv(rows, config.bk)
+        load = box(bk, images, high, across) if fits else None
+        steps = cdiv(rows, bk)
         self.of_g: Tiles | None = None  # how G and X are loaded; None: by address
         self.of_x: Tiles | None = None
         by, strips = (1, 1, 1), False
@@ -303,10 +302,10 @@ class ConvLaunches:
             steps = cdiv(images, by[0]) * cdiv(high, by[1]) * cdiv(across, by[2])
             sy, sx = geo.stride
             strided = X.permute(0, 2, 3, 1).view(n, height // sy, sy, width // sx, sx * wide)
-            self.of_x = Tiles(strided, [*by[:2], 1, by[2], config.bn])
+            self.of_x = Tiles(strided, [*by[:2], 1, by[2], bn])
         if loads[0]:
             g = G.permute(0, 2, 3, 1)
-            self.of_g = Tiles(g.flatten(0, 1) if strips else g.view(kappa, rows, -1), [1, config.bk, config.bm])
+            self.of_g = Tiles(g.flatten(0, 1) if strips else g.view(kappa, rows, -1), [1, bk, bm])
         whole, size, parts = divide(tiles, kappa, rows, config, chip.of(G.device).multiprocessors)
         rest, pieces, split = tiles - whole, cdiv(kappa, size), parts > 0
         if split:
@@ -314,36 +313,31 @@ class ConvLaunches:
             parts = cdiv(steps, size)
             pieces = kappa * parts
         self.split = split  # the first kernel leaves products only: the second folds
-        self.partial = (rest * pieces, 1 if split else 2, config.bm, config.bn) if split or pieces > 1 else None
-        self.common = {
+        self.partial = (rest * pieces, 1 if split else 2, bm, bn) if split or pieces > 1 else None
+        common = {
             "CO": out, "KAPPA": kappa, "whole": whole, "rest": rest, "parts": parts,
-            "CI": inner, "KH": kh, "KW": kw, "BM": config.bm, "BN": config.bn, "FLAT": flat, "SPLIT": split,
+            **dict(zip(("s0", "s1", "s2", "s3"), task.D.stride(), strict=True)), "CI": inner, "KH": kh, "KW": kw,
+            "BM": bm, "BN": bn, "FLAT": flat, "HAS_C": weighted, "SPLIT": split,
         }  # fmt: skip
-        self.taps = {
-            "R": rows, "IMAGES": images, "STEPS": steps, "GW": G.shape[1], "size": size,
-            "XW": wide, "H": height, "W": width, "HO": high, "WO": across,
-            "SY": geo.stride[0], "SX": geo.stride[1], "PY": geo.padding[0], "PX": geo.padding[1],
-            "DY": geo.dilation[0], "DX": geo.dilation[1], "BK": config.bk, "BI": by[0], "BY": by[1], "BX": by[2],
-            "STRIPS": strips, "DESCRIPTORS": loads[0], "BOXES": load is not None, "num_warps": config.warps,
-            "num_stages": chip.stages(G.device, (config.bm + config.bn) * config.bk * G.element_size(), config.stages),
-        }  # fmt: skip
-        at_once = min(32, next_power_of_2(max(1, parts)))
-        self.last = {"pieces": pieces, "K": 32 // at_once, "P": at_once, "E": 128, "num_warps": 4}
-        self.grids = (whole + rest * pieces,), (rest, config.bm * config.bn // 128)
-        self.found: dict[tuple[Any, ...], tuple[Launch, Launch | None]] = {}
+        self.start = Launch(
+            _conv_square, (whole + rest * pieces,), **common, **_sizes(G.shape, X.shape, geo),
+            R=rows, IMAGES=images, STEPS=steps, GW=G.shape[1], size=size, BK=bk, BI=by[0], BY=by[1], BX=by[2],
+            DESCRIPTORS=loads[0], BOXES=load is not None, STRIPS=strips, PRECISION=chip.precision(G.device, tf32),
+            INTO=into and not split, num_warps=config.warps,
+            num_stages=chip.stages(G.device, (bm + bn) * bk * G.element_size(), config.stages),
+        )  # fmt: skip
+        self.finish: Launch | None = None
+        if self.partial is not None:
+            at_once = min(32, next_power_of_2(max(1, parts)))
+            how = {"pieces": pieces, "K": 32 // at_once, "P": at_once, "E": 128, "INTO": into, "num_warps": 4}
+            self.finish = Launch(_finish, (rest, bm * bn // 128), **common, **how)
 
-    def launches(self, strides: tuple[int, ...], weighted: bool, into: bool) -> tuple[Launch, Launch | None]:
-        """The kernel, and the one that adds up pieces, if there are any; `strides` are those of the results."""
-        precision = chip.precision(self.device, torch.backends.cudnn.allow_tf32)
-        key = (strides, weighted, into, precision)
-        if key not in self.found:
-            common = self.common | dict(zip(("s0", "s1", "s2", "s3"), strides, strict=True)) | {"HAS_C": weighted}
-            start = Launch(
-                _conv_square, self.grids[0], **common, **self.taps, INTO=into and not self.split, PRECISION=precision
-            )
-            finish = None if self.partial is None else Launch(_finish, self.grids[1], **common, **self.last, INTO=into)
-            self.found[key] = start, finish
-        return self.found[key]
+
+@lru_cache(maxsize=1024)
+def _sizes(g: torch.Size, x: torch.Size, geo: Geometry) -> dict[str, int]:
+    """Arguments of kernels: the sizes of images of shapes g and x, and where taps are in them."""
+    names = ("XW", "H", "W", "HO", "WO", "SY", "SX", "PY", "PX", "DY", "DX")
+    return dict(zip(names, (*x[1:], *g[2:], *geo.stride, *geo.padding, *geo.dilation), strict=True))
 
 
 def boxed(geo: Geometry, X: Tensor) -> bool:
@@ -376,11 +370,10 @@ def box(bk: int, images: int, height: int, width: int) -> tuple[tuple[int, int, 
 def divide(tiles: int, kappa: int, rows: int, config: ConvConfig, multiprocessors: int) -> tuple[int, int, int]:
     """How many tiles stay whole, how many groups a piece of the others has, and into how many parts a group is cut.
 
-    Whole rounds of tiles keep the chip busy; the last may not. Measured in the time of one group of a tile: a round of
-    pieces takes their size, plus about 600 rows for begin and end; their sums pass through memory (10 rows for each
-    piece) and a second kernel adds them (the launch, as long as 11e6 products of a block). Where no tile stays whole, a
-    piece may be a part of a group's rows, at least 256 of them; the second kernel then squares. No parts (0): groups
-    stay whole.
+    Measured in the time of one group of a tile: a round of pieces takes their size, plus about 600 rows for begin and
+    end; their sums pass through memory (10 rows for each piece) and a second kernel adds them (the launch, as long as
+    11e6 products of a block). Where no tile stays whole, a piece may be a part of a group's rows, at least 256 of them.
+    No parts (0): groups stay whole.
 
     >>> divide(132, 32, 1024, ConvConfig(), 132), divide(9, 32, 25600, ConvConfig(64, 64, warps=4), 132)
     ((132, 32, 0), (0, 1, 3))
@@ -392,12 +385,6 @@ def divide(tiles: int, kappa: int, rows: int, config: ConvConfig, multiprocessor
     if not rest or kappa == 1:
         return tiles, kappa, 0
 
-    def cut(pieces: int) -> tuple[int, int, int]:
-        size = -(-kappa // pieces)
-        if size == kappa:
-            return tiles, kappa, 0
-        return tiles - rest, size, pieces // kappa if alone else 0
-
     def length(pieces: int) -> float:
         if pieces == 1:
             return kappa + 600 / rows
@@ -405,10 +392,11 @@ def divide(tiles: int, kappa: int, rows: int, config: ConvConfig, multiprocessor
         rounds = -(-rest * pieces // places)
         return rounds * (size + 600 / rows) + (10 * rest * pieces + 11e6 / (bm * bn)) / rows
 
-    if config.pieces:
-        return cut(config.pieces)
     most = max(1, min(rows // 256, 2 * places // (rest * kappa))) if alone else 1
-    return cut(min([*range(1, kappa + 1), *range(2 * kappa, kappa * most + 1, kappa)], key=length))
+    pieces = config.pieces or min([*range(1, kappa + 1), *range(2 * kappa, kappa * most + 1, kappa)], key=length)
+    if pieces == 1:
+        return tiles, kappa, 0
+    return tiles - rest, -(-kappa // pieces), pieces // kappa if alone else 0
 
 
 @triton.jit
@@ -454,10 +442,8 @@ def depthwise(task: Task) -> None:
     chunks = cdiv(rows, chunk)
     partial = torch.empty(kappa, chunks, kh * kw, out, dtype=torch.float32, device=G.device)
     _depthwise_sums[(across, kh * kw, kappa * chunks)](
-        G, X, partial, out, rows, images, chunk, X.shape[1],
-        MULT=out // geo.groups, KW=kw, H=X.shape[2], W=X.shape[3], HO=G.shape[2], WO=G.shape[3],
-        SY=geo.stride[0], SX=geo.stride[1], PY=geo.padding[0], PX=geo.padding[1],
-        DY=geo.dilation[0], DX=geo.dilation[1], BC=bc, BK=32, num_warps=4,
+        G, X, partial, out, rows, images, chunk,
+        **_sizes(G.shape, X.shape, geo), MULT=out // geo.groups, KW=kw, BC=bc, BK=32, num_warps=4,
     )  # fmt: skip
     each = partial.sum(1)  # (κ, taps, O)
     squares = each.square() if c is None else each.square() * c[:, None, None]

@@ -75,13 +75,17 @@ def _padded(task: Task) -> None:
 
 
 def _packed(task: Task) -> None:
-    geo = task.geo
-    rows = packed(geo)
+    geo, rows, pixel, stride = task.geo, packed(task.geo), _pixel(task.geo), task.geo.stride[1]
     out, width, height, _ = rows.weight
+    # X as (N, stride·channels, H, W/stride), its sides padded: output position x begins to look at its pixel x, and the
+    # channels that a pixel lacks are the next pixels'.
+    wide = cdiv(stride * (task.G.shape[3] - 1) + width // pixel, stride)
+    room = pack(task.X, task.X.shape[2], wide * stride, pixel, geo.padding[1])
+    X = room.view(*room.shape[:2], wide, -1).permute(0, 3, 1, 2)
     pair = torch.empty(2, out, height, width, device=task.G.device)
     d, s = pair.movedim(3, 2)[..., None]
-    implicit(task._replace(X=packed_input(task.X, geo, task.G.shape[3]), geo=rows, D=d, S=s))
-    taps = pair.unflatten(3, (-1, _pixel(geo)))[..., : geo.weight[3], : geo.weight[1]]  # (2, O, KH, KW, I)
+    implicit(task._replace(X=X, geo=rows, D=d, S=s))
+    taps = pair.unflatten(3, (-1, pixel))[..., : geo.weight[3], : geo.weight[1]]  # (2, O, KH, KW, I)
     _copy(task, taps.movedim(4, 2))
 
 
@@ -198,17 +202,6 @@ def packed(geo: Geometry) -> Geometry:
     weight = (geo.weight[0], (geo.weight[3] + geo.weight[3] % 2) * _pixel(geo), geo.weight[2], 1)
     stride, padding, dilation = (geo.stride[0], 1), (geo.padding[0], 0), (geo.dilation[0], 1)
     return Geometry(weight, stride, padding, dilation, False, (0, 0), 1)
-
-
-def packed_input(X: Tensor, geo: Geometry, out: int) -> Tensor:
-    """X for `packed`, (N, stride·channels, H, W/stride): with padded sides and pixels of a power of two of channels.
-
-    Output position x begins to look at its pixel x; the channels that a pixel lacks are the next pixels'.
-    """
-    stride = geo.stride[1]
-    wide = cdiv(stride * (out - 1) + geo.weight[3] + geo.weight[3] % 2, stride)
-    room = pack(X, X.shape[2], wide * stride, _pixel(geo), geo.padding[1])
-    return room.view(*room.shape[:2], wide, -1).permute(0, 3, 1, 2)
 
 
 def merged(geo: Geometry) -> Geometry:
@@ -329,14 +322,10 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
 
 
 @operator(
-    "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, int groups, "
-    "bool channels_last) -> (Tensor, Tensor)",
-    lambda G, X, c, weight, *rest: pair_of(G, weight, channels_last=rest[-1]),
+    "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, "
+    "bool transposed, int[] output_padding, int groups, bool channels_last) -> (Tensor, Tensor)",
+    lambda G, X, c, *geo: pair_of(G, geo[0], channels_last=geo[-1]),
 )
-def conv_square_op(
-    G: Tensor, X: Tensor, c: Tensor | None, weight: list[int], stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, channels_last: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`conv_square` as an operator."""
-    shape, taps = tuple(weight), (tuple(stride), tuple(padding), tuple(dilation))
-    return conv_square(G, X, Geometry(shape, *taps, False, (0, 0), groups, channels_last), c)
+def conv_square_op(G: Tensor, X: Tensor, c: Tensor | None, *geo: Any) -> tuple[Tensor, Tensor]:
+    """`conv_square` as an operator; of the fields of a `Geometry`, tuples come as lists."""
+    return conv_square(G, X, Geometry._make(tuple(x) if isinstance(x, list) else x for x in geo), c)

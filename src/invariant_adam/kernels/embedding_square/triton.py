@@ -182,12 +182,9 @@ def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None)
     )  # fmt: skip
     if chunks > 1:
         bw = min(bw, 64)
-        grid = (chunks - 1, cdiv(width, bw))
-        _join[grid](
-            c, tokens, order, lead, trail, runs, places, ids.shape[1], width,
-            CHUNK=CHUNK, BW=bw, AHEAD=AHEAD, num_warps=4,
-        )  # fmt: skip
-        _finish[grid](tokens, D, S, runs, places, width, CHUNK=CHUNK, BW=bw, AHEAD=AHEAD, num_warps=4)
+        grid, how = (chunks - 1, cdiv(width, bw)), {"CHUNK": CHUNK, "BW": bw, "AHEAD": AHEAD, "num_warps": 4}
+        _join[grid](c, tokens, order, lead, trail, runs, places, ids.shape[1], width, **how)
+        _finish[grid](tokens, D, S, runs, places, width, **how)
     return D, S
 
 

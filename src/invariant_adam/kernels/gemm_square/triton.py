@@ -137,66 +137,46 @@ def gemm_square(
     """
     G, X = G.contiguous(), X.contiguous()
     c = None if c is None else c.to(torch.float32)
-    kappa, rows, m = G.shape
-    n, device = X.shape[2], G.device
-    shape = (kappa, rows, m, n, G.dtype, device)
-    p = _known.get(shape) if config is None else gemm_launches(*shape, config)
+    aligned = G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
+    how = (aligned, c is not None, into is not None, torch.backends.cuda.matmul.allow_tf32)
+    key = (G.shape, X.shape, G.dtype, G.device, config, how)
+    p = _known.get(key)
     if p is None:
-        p = _known[shape] = gemm_launches(*shape, _best(G, X, c))
+        p = _known[key] = GemmLaunch(G, X, config or _best(G, X, c), *how)
     partial = arrived = table = None
     if p.cut is not None:
         table = p.cut.table
-        partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=device)
-        arrived = torch.zeros(p.tiles, dtype=torch.int32, device=device)
-    D, S = pair_of(G, (m, n)) if into is None else (into.exp_avg, into.exp_avg_sq)
-    aligned = p.aligned and G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
-    key = (c is not None, aligned, into is not None, torch.backends.cuda.matmul.allow_tf32)
-    launch = p.launches.get(key)
-    if launch is None:
-        how = {
-            "HAS_C": c is not None, "DESCRIPTORS": aligned, "CUT": p.cut is not None, "INTO": into is not None,
-            "PRECISION": chip.precision(device, key[-1]),
-        }  # fmt: skip
-        launch = p.launches[key] = Launch(_gemm_square, p.grid, **p.fixed, **how)
-    operands: tuple[Any, Any] = (G, X)
-    if aligned:
-        if not p.tiles_of:
-            p.tiles_of.extend([Tiles(G, [1, p.config.bk, p.config.bm]), Tiles(X, [1, p.config.bk, p.config.bn])])
-        operands = p.tiles_of[0].of(G), p.tiles_of[1].of(X)
-    launch(*operands, c, D, S, table, partial, arrived, *put_arguments(into))
+        partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=G.device)
+        arrived = torch.zeros(p.tiles, dtype=torch.int32, device=G.device)
+    D, S = pair_of(G, (G.shape[2], X.shape[2])) if into is None else (into.exp_avg, into.exp_avg_sq)
+    g, x = (G, X) if p.loads is None else (p.loads[0].of(G), p.loads[1].of(X))
+    p.start(g, x, c, D, S, table, partial, arrived, *put_arguments(into))
     return D, S
 
 
-class GemmLaunches(NamedTuple):
-    """What a shape and a configuration fix of a launch, and the launches made so."""
+class GemmLaunch:
+    """The kernel as it starts for operands like G and X."""
 
-    config: GemmConfig
-    tiles: int
-    cut: Cut | None
-    grid: tuple[int]
-    aligned: bool  # whether rows are multiples of 16 bytes, for hardware that loads tiles (Hopper on)
-    fixed: dict[str, int]  # arguments of the kernel
-    launches: dict[tuple[Any, ...], Launch]  # by the constants that the shape does not fix
-    tiles_of: list[Tiles]  # of G and X
+    def __init__(
+        self, G: Tensor, X: Tensor, config: GemmConfig, aligned: bool, weighted: bool, into: bool, tf32: bool
+    ) -> None:
+        (kappa, rows, m), n, size, here = G.shape, X.shape[2], G.element_size(), chip.of(G.device)
+        bm, bn, bk = config[:3]
+        self.config, self.tiles = config, cdiv(m, bm) * cdiv(n, bn)
+        self.cut = _cut(self.tiles, kappa, rows, G.device) if config.split and here.publishes else None
+        # The hardware's tile loads (Hopper on) need 16-byte rows and addresses; other loads go by address, masked.
+        loads = here.tile_loads and aligned and m * size % 16 == 0 and n * size % 16 == 0
+        self.loads = (Tiles(G, [1, bk, bm]), Tiles(X, [1, bk, bn])) if loads else None
+        self.start = Launch(
+            _gemm_square, (self.tiles if self.cut is None else self.cut.blocks,),
+            M=m, N=n, R=rows, KAPPA=kappa, BM=bm, BN=bn, BK=bk, BAND=config.band, HAS_C=weighted, DESCRIPTORS=loads,
+            PRECISION=chip.precision(G.device, tf32), CUT=self.cut is not None, INTO=into,
+            num_warps=config.warps, num_stages=chip.stages(G.device, (bm + bn) * bk * size, config.stages),
+        )  # fmt: skip
 
 
-# (κ, R, o, i, dtype, device) -> the launches with the best configuration: a layer needs them in every update.
-_known: dict[tuple[Any, ...], GemmLaunches] = {}
-
-
-def gemm_launches(
-    kappa: int, rows: int, m: int, n: int, dtype: torch.dtype, device: torch.device, config: GemmConfig
-) -> GemmLaunches:
-    """The launches for κ groups of R rows, (R, m) and (R, n), with a configuration."""
-    bm, bn, bk, size = config.bm, config.bn, config.bk, dtype.itemsize
-    tiles = cdiv(m, bm) * cdiv(n, bn)
-    cut = _cut(tiles, kappa, rows, device) if config.split and chip.of(device).publishes else None
-    aligned = chip.of(device).tile_loads and m * size % 16 == 0 and n * size % 16 == 0
-    fixed = {
-        "M": m, "N": n, "R": rows, "KAPPA": kappa, "BM": bm, "BN": bn, "BK": bk, "BAND": config.band,
-        "num_warps": config.warps, "num_stages": chip.stages(device, (bm + bn) * bk * size, config.stages),
-    }  # fmt: skip
-    return GemmLaunches(config, tiles, cut, (tiles if cut is None else cut.blocks,), aligned, fixed, {}, [])
+# What a launch depends on -> the launch, which a layer needs in every update.
+_known: dict[tuple[Any, ...], GemmLaunch] = {}
 
 
 def _best(G: Tensor, X: Tensor, c: Tensor | None) -> GemmConfig:
@@ -243,9 +223,8 @@ class Cut(NamedTuple):
 def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
     """How many groups a piece of a tile of the last round has; κ for no cut.
 
-    Whole rounds of tiles keep the chip busy; the last may not. Blocks start in order, each when a multiprocessor
-    becomes free. A piece of s groups takes the time of s and a fixed time, that of about 600 rows (measured) for its
-    begin and end, and of 600 more where its sums pass through memory.
+    Blocks start in order, each when a multiprocessor becomes free. A piece of s groups takes the time of s and a fixed
+    time, that of about 600 rows (measured) for its begin and end, and of 600 more where its sums pass through memory.
 
     >>> divide(132, 32, 1024, 132), divide(144, 32, 1024, 132), divide(108, 32, 1024, 132)
     (32, 3, 28)

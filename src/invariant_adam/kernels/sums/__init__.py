@@ -16,8 +16,6 @@ from torch.compiler import is_compiling
 from .. import twin
 from . import torch as plain
 
-__all__ = ["fused", "norm_sums", "row_sums", "takes_fused"]
-
 fused = twin(__name__)  # a constant, so that compiled code need not ask
 
 

@@ -27,12 +27,9 @@ def _rows(mini: MiniBatch, weight: Any, sizes: list[int]) -> list[Any]:
     if h is None:
         return [None] * len(sizes) if weight is None else list(weight.split(sizes))
     tags = torch.split(h.tag, sizes, dim=1 if h.grouped else 0)
-    pieces = []
-    for i, (value, tag) in enumerate(zip(torch.split(h.value, sizes), tags, strict=True)):
-        # Only the first piece counts as the use of the parameter.
-        entry = h.entry if i == 0 else None
-        pieces.append(lift(value, Handle(value, tag, h.grouped, entry, label=h.label)))
-    return pieces
+    entries = [h.entry, *[None] * (len(sizes) - 1)]  # only the first piece counts as the use of the parameter
+    pieces = zip(torch.split(h.value, sizes), tags, entries, strict=True)
+    return [lift(value, Handle(value, tag, h.grouped, entry, label=h.label)) for value, tag, entry in pieces]
 
 
 def _project(
@@ -44,19 +41,15 @@ def _project(
     def apply(x: Tensor, w: Any, b: Any) -> Tensor:
         return linear_with(mini, "multi_head_attention", x, w, b, axis=1)  # type: ignore[no-any-return]
 
-    if separate is not None:
-        b = _rows(mini, bias, [E, E, E])
-        q, k, v = (apply(x, w, c) for x, w, c in zip((query, key, value), separate, b, strict=True))
-        return q, k, v
-    if query is key and key is value:
+    if separate is None and query is key and key is value:
         q, k, v = apply(query, weight, bias).chunk(3, dim=-1)
-        return q, k, v
-    if key is value:
+    elif separate is None and key is value:
         w, b = _rows(mini, weight, [E, 2 * E]), _rows(mini, bias, [E, 2 * E])
-        k, v = apply(key, w[1], b[1]).chunk(2, dim=-1)
-        return apply(query, w[0], b[0]), k, v
-    w, b = _rows(mini, weight, [E, E, E]), _rows(mini, bias, [E, E, E])
-    return apply(query, w[0], b[0]), apply(key, w[1], b[1]), apply(value, w[2], b[2])
+        q, (k, v) = apply(query, w[0], b[0]), apply(key, w[1], b[1]).chunk(2, dim=-1)
+    else:
+        w, b = separate or _rows(mini, weight, [E, E, E]), _rows(mini, bias, [E, E, E])
+        q, k, v = map(apply, (query, key, value), w, b)
+    return q, k, v
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -104,15 +97,13 @@ def multi_head_attention(
         padding = padding.view(rows, 1, 1, source)
         mask = padding if mask is None else mask + padding
     p = dropout_p if training else 0.0
-    weights = None
     if need_weights:
         scores = (q / math.sqrt(width)) @ k.transpose(-1, -2)
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        weights = F.dropout(weights, p)
+        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), p)
         out = weights @ v
         weights = weights.mean(1) if average_attn_weights else weights
     else:
-        out = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=is_causal and mask is None)
+        out, weights = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=is_causal and mask is None), None
     out = out.permute(2, 0, 1, 3).reshape(length, rows, E)
     return linear_with(mini, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1), weights
 

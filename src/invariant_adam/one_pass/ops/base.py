@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...kernels import sums
-from ...kernels.gemm_square import sum_square
+from ...kernels.gemm_square import sum_square, wide
 from .. import into
 from ..groups import Groups, UnsupportedUse, join
 from ..weight import Handle, Weight, names_of
@@ -242,7 +242,7 @@ def deliver_places(groups: Groups, weight: Weight, images: list[Tensor]) -> Grad
     last = [t.movedim(2, -1) for t in images]
     if all(t.is_contiguous() and sums.takes_fused(t) for t in last):
         return deliver_rows(groups, weight, [t.flatten(1, -2) for t in last])
-    return deliver_sums(groups, weight, [t.flatten(3).sum((1, 3)) for t in images])
+    return deliver_sums(groups, weight, [t.sum((1, *range(3, t.ndim))) for t in images])
 
 
 def deliver_both(
@@ -255,7 +255,7 @@ def deliver_both(
         if weight is None:
             made.append(NOTHING)
         elif weight.handle.grouped:
-            made.append((None, join([t[:, i].unflatten(1, shape).to(weight.handle.square_dtype) for t in each])))
+            made.append((None, join([t[:, i].unflatten(1, shape).to(wide(weight.handle.dtype)) for t in each])))
         else:
             dW, S = rows[2 * i : 2 * i + 2]
             if len(shape) > 1:
@@ -266,9 +266,11 @@ def deliver_both(
 
 def hand_over(weight: Weight, dW: Tensor, S: Tensor) -> Gradients:
     """`deliver` for a pair that is made."""
+    entry = weight.handle.entry
     if weight.into:
-        return None, into.give(weight.handle.entry.key, dW, S)
-    weight.handle.arrive()
+        return None, into.give(entry.key, dW, S)
+    if entry is not None and not torch.compiler.is_compiling():
+        entry.arrived += 1  # a parameter that is not shared must get exactly one
     return dW, S
 
 
@@ -287,9 +289,8 @@ def refuse_penalty(name: str, use: Use) -> None:
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         names = names_of(w.handle for w in use.weights) or "a value"
         raise UnsupportedUse(
-            f"{names} goes through {name} in a backward with create_graph=True (a penalty on gradients, perhaps), and "
-            "what that owes to the weights would be lost; leave it out, or loop over micro-batches. Drop an update "
-            "that is open with opt.abandon()"
+            f"{names} goes through {name} in a backward with create_graph=True (a gradient penalty?), and what it owes "
+            "to the weights is lost; leave it out, or loop over micro-batches. Drop an open update by opt.abandon()"
         )
 
 

@@ -16,7 +16,7 @@ from ..groups import UnsupportedUse, join
 from ..mini_batch import MiniBatch, Mode
 from ..weight import Weight
 from . import base
-from .norms import Affine, channel_use
+from .norms import Affine
 
 
 class GhostNorm(base.Squaring):
@@ -44,14 +44,13 @@ class GhostNorm(base.Squaring):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, mean, rstd, w = ctx.saved_tensors
         groups = ctx.use.groups
-        pieces = groups.pieces(g), groups.pieces(x), groups.cut(mean), groups.cut(rstd)
+        cs = [groups.coefficients(s) for s in groups.stretches]
+        pieces = zip(groups.pieces(g), groups.pieces(x), groups.cut(mean), groups.cut(rstd), cs, strict=True)
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
         if ctx.needs_input_grad[0]:
             base.refuse_penalty("batch norm", ctx.use)
         shares = any(t is not None and t.handle.grouped for t in (weight, bias))
-        cs = [groups.coefficients(s) for s in groups.stretches]
-        each_stretch = zip(*pieces, cs, strict=True)
-        made = [kernels.backward(gs, xs, mu, r, w, c, shares) for gs, xs, mu, r, c in each_stretch]
+        made = [kernels.backward(gs, xs, mu, r, w, c, shares) for gs, xs, mu, r, c in pieces]
         dx, each, pairs = zip(*made, strict=True)
         grads = base.deliver_both(weight, bias, each, pairs)
         return base.returned(ctx, join(dx) if ctx.needs_input_grad[0] else None, *grads)
@@ -63,13 +62,12 @@ def batch_norm(
     bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     """Batch norm in either mode."""
-    use = channel_use(mini, "batch_norm", input, weight, bias)
+    use = base.use_of(mini, "batch_norm", input, input.ndim - 1, (weight, bias))
     if use is None:
         return NotImplemented
     if not training:
         return base.call(Affine, F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps), use)
-    held = (w.handle for w in use.weights if w.handle is not None)
-    entry = next((h.entry for h in held if h.entry is not None), None)
+    entry = next((w.handle.entry for w in use.weights if w.handle is not None and w.handle.entry is not None), None)
     tracked, cumulative = (None, False) if entry is None else (entry.tracked, entry.cumulative)
     return _ghost(mini, input, use, running_mean, running_var, tracked, momentum, cumulative, eps)
 
@@ -102,18 +100,14 @@ def _ghost(
                 tracked.add_(1)  # of the first stretch's, the module has counted one itself
         how = kernels.running(momentum, kappa, cumulative)
         both = kernels.forward(xs, kappa, eps, *own, how, tracked, w, b) if len(groups.stretches) == 1 else None
-        if both is not None:
-            found.append(both[:2])
-            made = (both[2],)
-        else:
-            found.append(kernels.statistics(xs, kappa, eps, *own, how, tracked))
+        found.append(both[:2] if both else kernels.statistics(xs, kappa, eps, *own, how, tracked))
+        made = (both[2],) if both else None
         rows.append((kappa, each))
     new = Statistics(join([mean for mean, _ in found]), join([rstd for _, rstd in found]), rows)
     if uses is not None:
         uses.append(new)
         if len(uses) > 1 and running_mean is not None and running_var is not None:
-            with torch.no_grad():
-                _interleave(uses, running_mean, running_var, momentum, eps)
+            _interleave(uses, running_mean, running_var, momentum, eps)
     return base.call(GhostNorm, x, use, new.mean, new.rstd, made)
 
 
@@ -137,6 +131,7 @@ def _uses(mini: MiniBatch, running_mean: Tensor) -> list[Statistics] | None:
     return None
 
 
+@torch.no_grad()
 def _interleave(uses: list[Statistics], running_mean: Tensor, running_var: Tensor, momentum: float, eps: float) -> None:
     """Update running statistics that the uses before the last have updated already.
 
@@ -144,8 +139,7 @@ def _interleave(uses: list[Statistics], running_mean: Tensor, running_var: Tenso
     comes. With n uses, use j of micro-batch k has the weight α(1−α)^(n(κ−1−k) + n−1−j). The statistics of n − 1 uses
     are taken out, and those of n are put in.
     """
-    keep, count = 1 - momentum, len(uses)
-    kappa = uses[0].mean.shape[0]
+    keep, count, kappa = 1 - momentum, len(uses), len(uses[0].mean)
     means = torch.stack([use.mean for use in uses])
     # Numbers are made on the device: a graph that is captured takes none from the host.
     bessel = torch.stack([torch.cat([means.new_full((k,), n / max(n - 1, 1)) for k, n in use.rows]) for use in uses])
@@ -170,9 +164,7 @@ def patch(model: nn.Module, mini: MiniBatch) -> Iterator[_BatchNorm]:
     Those with one are seen through it. These touch no parameter, so no operation of theirs comes to a rule.
     """
     owners: dict[int, nn.Module] = {}
-    for module in mini.facts.norms:
-        if not ghosts(module):
-            continue
+    for module in filter(ghosts, mini.facts.norms):
         affine = module.weight, module.bias
         for p in affine:
             entry = mini.facts.entries.get(id(p))

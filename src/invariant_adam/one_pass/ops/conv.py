@@ -31,11 +31,10 @@ def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> No
         fused = kernels.fused
         if fused is not None and kernels.takes_fused(G, X, geo):
             config = fused.best(G, X, geo, c)
-            if fused.folds(config, G, geo, entry.param):
-                target = taker.target(entry)
-                if target is not None:
-                    fused.conv_square(G, X, geo, c, into=target, config=config)
-                    return
+            target = taker.target(entry) if fused.folds(config, G, geo, entry.param) else None
+            if target is not None:
+                fused.conv_square(G, X, geo, c, into=target, config=config)
+                return
         taker.fold(entry, *kernels.conv_square(G, X, geo, c))
 
 
@@ -103,11 +102,13 @@ def _sizes(value: Any, n: int) -> tuple[int, ...]:
     return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
 
 
-def _convolve(
-    mini: MiniBatch, name: str, x: Tensor, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any,
-    groups: int, transposed: bool = False, output_padding: Any = 0,
+@base.operation("conv1d", "conv2d", "conv3d", line=_line)
+def convolution(
+    mini: MiniBatch, func: Any, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1, transposed: bool = False, output_padding: Any = 0,
 ) -> Any:  # fmt: skip
-    n = weight.ndim - 2
+    """A convolution, or a transposed one."""
+    name, x, n = func.__name__, input, weight.ndim - 2
     if x.ndim != n + 2 and not (mini.holds(x) or base.varies(mini, weight) or base.varies(mini, bias)):
         raise UnsupportedUse(
             f"{names_of([mini.handle_of(weight), mini.handle_of(bias)])} goes through {name} with an input of shape "
@@ -127,19 +128,10 @@ def _convolve(
     return base.call(Conv, x if before is None else F.pad(x, before), use)
 
 
-@base.operation("conv1d", "conv2d", "conv3d", line=_line)
-def convolution(
-    mini: MiniBatch, func: Any, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
-    dilation: Any = 1, groups: int = 1,
-) -> Any:  # fmt: skip
-    """A convolution."""
-    return _convolve(mini, func.__name__, input, weight, bias, stride, padding, dilation, groups)
-
-
 @base.operation("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", line=_line)
 def transposed_convolution(
     mini: MiniBatch, func: Any, input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
     output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Any:  # fmt: skip
-    """A transposed convolution."""
-    return _convolve(mini, func.__name__, input, weight, bias, stride, padding, dilation, groups, True, output_padding)
+    """A transposed convolution, whose arguments come in another order."""
+    return convolution(mini, func, input, weight, bias, stride, padding, dilation, groups, True, output_padding)

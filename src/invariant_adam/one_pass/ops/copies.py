@@ -28,8 +28,7 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     if (first is None) == (second is None):
         return NotImplemented
     h, x = (first, args[1]) if first is not None else (second, args[0])
-    assert h is not None
-    if h.value.ndim > x.ndim:
+    if h is None or h.value.ndim > x.ndim:
         return NotImplemented
     place = mini.place(x, 0, func.__name__, (h,), any_order=True)
     if place is None:
@@ -38,8 +37,7 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     under = axis - (x.ndim - h.value.ndim)  # the parameter's dimension under the batch
     if under >= 0 and h.value.shape[under] != 1:
         return NotImplemented
-    groups = mini.groups
-    copies = mini.grouped(h)
+    groups, copies = mini.groups, mini.grouped(h)
     copies = copies.reshape(copies.shape[0], *(1,) * (x.ndim - h.value.ndim), *h.value.shape)
     copies = copies.movedim(axis + 1, 1)
 
@@ -63,17 +61,14 @@ def expand(mini: MiniBatch, func: Any, input: Any, *sizes: Any) -> Any:
     if h is None or axis >= len(sizes) or sizes[axis] != batch or (source >= 0 and input.shape[source] != 1):
         return NotImplemented
     mini.note((h,), func.__name__)
-    base = mini.grouped(h)
+    copies = mini.grouped(h)
 
-    def spread(copies: Tensor, rows: int) -> Tensor:
+    def spread(lo: int, hi: int, rows: int) -> Tensor:
         to = (*sizes[:axis], rows, *sizes[axis + 1 :])
-        return torch.func.vmap(lambda t: func(t, *to))(copies)  # type: ignore[no-any-return]
-
-    def resize(lo: int, hi: int, rows: int) -> Tensor:
-        return spread(base[lo:hi], rows)
+        return torch.func.vmap(lambda t: func(t, *to))(copies[lo:hi])  # type: ignore[no-any-return]
 
     value = func(apart(h.value), *sizes)
-    return lift(value, Handle(value, spread(base, batch), True, None, resize, h.label))
+    return lift(value, Handle(value, spread(0, mini.groups.kappa, batch), True, None, spread, h.label))
 
 
 @base.operation("expand_as")

@@ -56,15 +56,12 @@ def _by_group(kappa: int, ids: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, 
 
 def routed_square(kappa: int, ids: Tensor, left: Tensor, right: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
     """`gemm_square` for rows in any order."""
-    dW: Any = None
-    S: Any = None
+    dW = left.new_zeros(left.shape[1], right.shape[1])
+    S = dW.to(kernels.wide(dW.dtype))
     for k, (a, b) in enumerate(_by_group(kappa, ids, left, right)):
         if len(a):
             d, s = kernels.gemm_square(a[None], b[None], None if c is None else c[k : k + 1])
-            dW, S = (d, s) if dW is None else (dW + d, S + s)
-    if dW is None:
-        dW = left.new_zeros(left.shape[1], right.shape[1])
-        S = dW.to(kernels.wide(dW.dtype))
+            dW, S = dW + d, S + s
     return dW, S
 
 
@@ -77,56 +74,40 @@ ROUTED = base.Kernel(routed_square, routed_shares)
 
 
 class Linear(base.Squaring):
-    """y = x wᵀ + b, or x w + b where the settings are True; x (..., i)."""
+    """y = x wᵀ + b, or x w + b where the settings are True; x (..., i), or (n, i) with rows in any order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.use = use
-        return _product(x, w, b, use.settings)
+        if not use.settings:
+            return base.owned(F.linear(x, w, b))
+        return base.owned(x @ w if b is None else x @ w + b)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        groups, axis, flip = ctx.use.groups, ctx.use.axis, ctx.use.settings
-        dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
+        use, groups, flip = ctx.use, ctx.use.groups, ctx.use.settings
+        dx, pair, pair_b = None, base.NOTHING, base.NOTHING
+        if ctx.needs_input_grad[0]:
+            wg = w.to(g.dtype)
+            dx = (g @ (wg.t() if flip else wg)).to(x.dtype)
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
-        pair = pair_b = base.NOTHING
-        Gs = groups.split(g, axis, 1)
+        if use.routed is not None:
+            if weight is not None:
+                left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
+                pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, use.routed.ids, left, right)
+            if bias is not None:
+                shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, use.routed.ids, g)
+                pair_b = base.deliver_at_once(groups, bias, base.SUMS, shares)
+            return base.returned(ctx, dx, pair, pair_b)
+        Gs = groups.split(g, use.axis, 1)
         if weight is not None:
-            Xs = groups.split(x, axis, 1)
+            Xs = groups.split(x, use.axis, 1)
             pair = base.deliver(groups, weight, GEMM, zip(Xs, Gs, strict=True) if flip else zip(Gs, Xs, strict=True))
         if bias is not None:
             pair_b = base.deliver_rows(groups, bias, Gs)
         return base.returned(ctx, dx, pair, pair_b)
-
-
-class RoutedLinear(Linear):
-    """`Linear` for rows x (n, i) in any order: `use.routed` says where each comes from."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        groups, ids, flip = ctx.use.groups, ctx.use.routed.ids, ctx.use.settings
-        dx = _product_backward(g, x, w, flip) if ctx.needs_input_grad[0] else None
-        weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
-        pair = pair_b = base.NOTHING
-        if weight is not None:
-            left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
-            pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, ids, left, right)
-        if bias is not None:
-            shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, ids, g)
-            pair_b = base.deliver_at_once(groups, bias, base.SUMS, shares)
-        return base.returned(ctx, dx, pair, pair_b)
-
-
-def _product(x: Tensor, w: Tensor, b: Tensor | None, flip: bool) -> Tensor:
-    return base.owned(x @ w if b is None else x @ w + b) if flip else base.owned(F.linear(x, w, b))
-
-
-def _product_backward(g: Tensor, x: Tensor, w: Tensor, flip: bool) -> Tensor:
-    wg = w.to(g.dtype)
-    return (g @ (wg.t() if flip else wg)).to(x.dtype)
 
 
 def products(seen: base.Seen) -> base.Line:
@@ -149,9 +130,7 @@ def linear_with(
     if weight.ndim != 2 or x.ndim < 2:
         return NotImplemented
     use = base.use_of(mini, name, x, 1, (weight, bias), flip, axis=axis, any_order=True)
-    if use is None:
-        return NotImplemented
-    return base.call(Linear if use.routed is None else RoutedLinear, base.autocast(x), use)
+    return NotImplemented if use is None else base.call(Linear, base.autocast(x), use)
 
 
 @base.operation("linear", line=products)

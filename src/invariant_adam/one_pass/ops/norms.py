@@ -80,15 +80,10 @@ class Affine(base.Squaring):
             dx = g if w is None else g * w.view((1, -1) + (1,) * (x.ndim - 2))
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
         if weight is not None:
-            pair = base.deliver_places(groups, weight, groups.stack(_spatial(g * x), 0))
+            pair = base.deliver_places(groups, weight, groups.stack(g * x, 0))
         if bias is not None:
-            pair_b = base.deliver_places(groups, bias, groups.stack(_spatial(g), 0))
+            pair_b = base.deliver_places(groups, bias, groups.stack(g, 0))
         return base.returned(ctx, dx, pair, pair_b)
-
-
-def _spatial(t: Tensor) -> Tensor:
-    """(B, C) as (B, C, 1), so that every channel tensor has a spatial dimension."""
-    return t.unsqueeze(-1) if t.ndim == 2 else t
 
 
 def _vectors(seen: base.Seen) -> base.Line:
@@ -120,17 +115,12 @@ def rms_norm(
     return dispatch(torch.mul, (F.rms_norm(input, tuple(normalized_shape), None, eps), weight), {})
 
 
-def channel_use(mini: MiniBatch, name: str, x: Any, weight: Any, bias: Any) -> base.Use | None:
-    """The use of w and b (C,) on a batch of channel tensors x (B, C, *spatial)."""
-    return base.use_of(mini, name, x, x.ndim - 1, (weight, bias))
-
-
 @base.operation("group_norm", line=base.by_sums)
 def group_norm(
     mini: MiniBatch, func: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     """Group norm: per sample, then a channel's scale and shift."""
-    use = channel_use(mini, "group_norm", input, weight, bias)
+    use = base.use_of(mini, "group_norm", input, input.ndim - 1, (weight, bias))
     return NotImplemented if use is None else base.call(Affine, F.group_norm(input, num_groups, None, None, eps), use)
 
 
@@ -140,12 +130,11 @@ def addcmul(mini: MiniBatch, func: Any, input: Any, tensor1: Any, tensor2: Any, 
     vectors = all(isinstance(v, Tensor) and v.ndim == 1 for v in (input, tensor2))
     if value != 1 or not vectors or not mini.holds(input) or not mini.holds(tensor2) or tensor1.ndim < 2:
         return NotImplemented
-    if mini.groups.axis or tensor1.shape[0] != mini.groups.batch:  # the batch is elsewhere, after time perhaps
+    first = not mini.groups.axis and tensor1.shape[0] == mini.groups.batch  # or else after time, perhaps
+    if not first or not tensor1.shape[-1] == len(input) == len(tensor2):
         return NotImplemented
     x = tensor1.movedim(-1, 1)
-    if x.shape[1] != len(input) or len(input) != len(tensor2):
-        return NotImplemented
-    use = channel_use(mini, "addcmul", x, tensor2, input)
+    use = base.use_of(mini, "addcmul", x, x.ndim - 1, (tensor2, input))
     return NotImplemented if use is None else base.call(Affine, x, use).movedim(1, -1)
 
 
@@ -157,11 +146,10 @@ def instance_norm(
     """Instance norm: per sample, then a channel's scale and shift."""
     if use_input_stats and running_mean is not None:
         raise UnsupportedUse(
-            f"{names_of((mini.handle_of(weight), mini.handle_of(bias)))} goes through instance_norm with "
-            "track_running_stats=True in train mode, whose running statistics would differ from the loop's; set "
-            "track_running_stats=False"
+            f"{names_of((mini.handle_of(weight), mini.handle_of(bias)))} goes through instance_norm in train mode, and "
+            "its running statistics would differ from the loop's; set track_running_stats=False"
         )
-    use = channel_use(mini, "instance_norm", input, weight, bias)
+    use = base.use_of(mini, "instance_norm", input, input.ndim - 1, (weight, bias))
     if use is None:
         return NotImplemented
     x = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)

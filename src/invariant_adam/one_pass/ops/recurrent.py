@@ -49,13 +49,10 @@ CELLS: dict[str, Callable[[Tensor, Tensor, States], States]] = {
 def recurrent(mini: MiniBatch, func: Any, x: Any, hx: Any, weights: Any, *rest: Any) -> Any:
     """A recurrent network of any number of layers and both directions."""
     name = func.__name__
-    if (isinstance(hx, Tensor) and isinstance(weights, (tuple, list)) is False) or len(rest) != 6:
-        raise UnsupportedUse(
-            f"{name} on a packed sequence loses the batch dimension; pad it and pass weights= for the loss"
-        )
+    if (isinstance(hx, Tensor) and not isinstance(weights, (tuple, list))) or len(rest) != 6:
+        raise UnsupportedUse(f"{name} on a packed sequence loses the batch dimension; pad it, and pass weights=")
     has_bias, layers, dropout, training, bidirectional, batch_first = rest
-    directions = 2 if bidirectional else 1
-    per = 4 if has_bias else 2
+    directions, per = 2 if bidirectional else 1, 4 if has_bias else 2
     names = names_of([mini.handle_of(w) for w in weights])
     if len(weights) != per * layers * directions:
         raise UnsupportedUse(f"{names} goes through {name} with proj_size; put a Linear layer after it")
@@ -70,8 +67,7 @@ def recurrent(mini: MiniBatch, func: Any, x: Any, hx: Any, weights: Any, *rest: 
         outs = []
         for d in range(directions):
             at = layer * directions + d
-            ws = weights[at * per : (at + 1) * per]
-            start = tuple(s[at] for s in states)
+            ws, start = weights[at * per : (at + 1) * per], tuple(s[at] for s in states)
             y, end = _run(mini, name, x, ws, start, axis, reverse=d == 1)
             outs.append(y)
             last.append(end)
@@ -91,17 +87,14 @@ def cell(mini: MiniBatch, func: Any, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih
     return out if len(out) > 1 else out[0]
 
 
-def _run(
-    mini: MiniBatch, name: str, x: Tensor, ws: Any, start: States, axis: int, reverse: bool
-) -> tuple[Tensor, States]:
+def _run(mini: MiniBatch, name: str, x: Tensor, ws: Any, hx: States, axis: int, reverse: bool) -> tuple[Tensor, States]:
     """One layer in one direction: its outputs, the batch at `axis`, and its last states (B, H)."""
-    groups = mini.groups
-    step = CELLS[name]
+    groups, step = mini.groups, CELLS[name]
     gates = linear_with(mini, name, x, ws[0], ws[2] if len(ws) == 4 else None, axis=axis)
     own = [(w, mini.handle_of(w)) for w in (ws[1], *ws[3:])]
     mini.note([h for _, h in own], name)
     copies = [w.expand(groups.kappa, *w.shape) if h is None else mini.grouped(h) for w, h in own]
-    begin = [groups.stack(s, 0) for s in start]
+    begin = [groups.stack(s, 0) for s in hx]
     outs, ends = [], []
     for i, (stretch, gx) in enumerate(zip(groups.stretches, groups.stack(gates, axis), strict=True)):
         W = copies[0][stretch.lo : stretch.hi].transpose(1, 2)  # (κ, H, gates)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..groups import UnsupportedUse
 from ..routing import sample_groups
 from ..weight import Entry
-from .probe import Trial, close, differentiable
+from .probe import Trial, close, differentiable, setting
 
 # How far a gradient may be from the loop's, relative, by bytes per element. float64 leaves room for models that compute
 # parts in float32; the others are for models that cannot run in float64, where a ReLU may turn on rounding.
@@ -52,11 +52,9 @@ def coincides(trial: Trial) -> bool:
 
 def _sizes(trial: Trial) -> set[int]:
     """All sizes in sight that are not the batch's own."""
-    sizes = {n for entry in trial.mini.facts.order for n in entry.param.shape}
-    for t in tree_leaves(trial.inputs):
-        if isinstance(t, Tensor):
-            sizes.update(n for d, n in enumerate(t.shape) if d != trial.mini.groups.axis)
-    return sizes
+    inputs = [t for t in tree_leaves(trial.inputs) if isinstance(t, Tensor)]
+    others = {n for t in inputs for d, n in enumerate(t.shape) if d != trial.mini.groups.axis}
+    return others | {n for entry in trial.mini.facts.order for n in entry.param.shape}
 
 
 def few_of(trial: Trial) -> int:
@@ -99,13 +97,11 @@ def _check_gradients(trial: Trial, precise: bool = True) -> None:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
+    with ExitStack() as stack:
+        for m in model.modules():
+            stack.enter_context(setting(m, "training", m.training))
+        model.eval()
         yield
-    finally:
-        for m, mode in modes:
-            m.training = mode
 
 
 @contextmanager
@@ -114,28 +110,18 @@ def _in_double(trial: Trial) -> Iterator[Trial]:
 
     In float32 one activation that rounds to the other side of a ReLU moves a gradient by a thousandth.
     """
-    model, inputs = trial.model, trial.inputs
-    held: list[tuple[Tensor, Tensor]] = []
-    companions = [(entry, entry.companion) for entry in trial.mini.facts.order]
-    try:
-        with ExitStack() as stack:
-            for kind in {p.device.type for p in model.parameters()}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            with torch._C.DisableTorchFunctionSubclass():
-                for t in (*model.parameters(), *model.buffers()):
-                    if t.is_floating_point():
-                        held.append((t, t.data))
-                        t.data = t.data.double()
-            for entry, old in companions:
-                zero = torch.zeros((), dtype=torch.float64, device=old.device)
-                entry.companion = zero.expand(old.shape).requires_grad_()
-            yield trial.on(tree_map_only(Tensor, lambda t: t.detach().double() if t.is_floating_point() else t, inputs))
-    finally:
-        with torch._C.DisableTorchFunctionSubclass():
-            for t, data in held:
-                t.data = data
-        for entry, old in companions:
-            entry.companion = old
+    model = trial.model
+    with ExitStack() as stack:
+        for kind in {p.device.type for p in model.parameters()}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for t in (*model.parameters(), *model.buffers()):
+            if t.is_floating_point():
+                stack.enter_context(setting(t, "data", t.data.double()))
+        for entry in trial.mini.facts.order:
+            zero = torch.zeros((), dtype=torch.float64, device=entry.companion.device)
+            stack.enter_context(setting(entry, "companion", zero.expand(entry.companion.shape).requires_grad_()))
+        double = tree_map_only(Tensor, lambda t: t.detach().double() if t.is_floating_point() else t, trial.inputs)
+        yield trial._replace(inputs=double)
 
 
 def _hold_against_loop(trial: Trial) -> None:
@@ -150,17 +136,19 @@ def _hold_against_loop(trial: Trial) -> None:
         raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
     # The same random cotangents for both, zero outside the micro-batches that are kept; one for a scalar.
     generator = torch.Generator().manual_seed(0)
+    left_out = [k not in kept for k in sample_groups(groups, groups.batch, torch.device("cpu")).tolist()]
     seeds: list[Tensor] = []
     axes: list[int | None] = []
     for o, piece in zip(full, small, strict=True):
-        rows = min(groups.micro, groups.batch)
-        like = [(*o.shape[:d], rows, *o.shape[d + 1 :]) for d in range(o.ndim)]
+        like = [(*o.shape[:d], groups.micro, *o.shape[d + 1 :]) for d in range(o.ndim)]
         where = [d for d, n in enumerate(o.shape) if n == groups.batch and piece.shape == like[d]]
+        seed = torch.randn(o.shape, generator=generator, dtype=torch.float64)
+        if where:
+            seed.movedim(where[0], 0)[left_out] = 0
+        else:  # not samples: the loss, where there is nothing else
+            seed.fill_(o.ndim == 0 and not batched)
+        seeds.append(seed.to(o))
         axes.append(where[0] if where else None)
-        seed = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)
-        if not where:  # not samples: the loss, where there is nothing else
-            seed = torch.ones_like(o) if o.ndim == 0 and not batched else torch.zeros_like(o)
-        seeds.append(seed)
     if not any(bool(s.any()) for s in seeds):
         return
     c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()
@@ -181,18 +169,7 @@ def _hold_against_loop(trial: Trial) -> None:
                 s = share * g.double()
                 wants[i] = wants.get(i, 0) + s
                 squares[i] = squares.get(i, 0) + c[k] * s.square()
-    for s, d in zip(seeds, axes, strict=True):
-        if d is not None:
-            ids = sample_groups(groups, groups.batch, s.device)
-            left_out = torch.tensor([k not in kept for k in range(groups.kappa)], device=s.device)
-            s.movedim(d, 0)[left_out[ids]] = 0
-    got = _grad(trial, params + companions, seeds)
-    for i, entry in enumerate(entries, len(entries)):
-        square = got[i]
-        got[i] = None if square is None else entry.shaped(square)
-    for entry in entries:
-        entry.arrived, entry.shared = 0, None
-    _compare_gradients(entries, got, wants, squares)
+    _compare(entries, _grad(trial, params + companions, seeds), wants, squares)
 
 
 def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
@@ -210,19 +187,18 @@ def _rms(t: Tensor) -> float:
     return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
 
 
-def _compare_gradients(
-    entries: list[Entry], got: list[Any], wants: dict[int, Tensor], squares: dict[int, Tensor]
-) -> None:
+def _compare(entries: list[Entry], got: list[Any], wants: dict[int, Tensor], squares: dict[int, Tensor]) -> None:
     """Every parameter's gradient and square, by the root mean square of what differs."""
     largest = max(map(_rms, wants.values()), default=0.0)
     wrong = []
     for i, entry in enumerate(entries):
-        entry.reached = i in wants
+        entry.reached, entry.arrived, entry.shared = i in wants, 0, None
         if i not in wants or not entry.size:
             continue
         reduced = torch.is_autocast_enabled(entry.param.device.type)
         tolerance = AGREEMENT[2] if reduced else AGREEMENT.get(entry.param.dtype.itemsize, AGREEMENT[2])
         grad, sq = got[i], got[i + len(entries)]
+        sq = None if sq is None else entry.shaped(sq)
         floor = 1e-3 * largest  # a gradient that is zero but for rounding has no scale of its own
         for kind, a, b, least in (("gradient", grad, wants[i], floor), ("square", sq, squares[i], floor**2)):
             size = max(_rms(b), least)
@@ -233,7 +209,6 @@ def _compare_gradients(
     if wrong:
         raise UnsupportedUse(
             "one pass and the loop over micro-batches disagree on this model:\n  " + "\n  ".join(wrong) + "\nEither "
-            "samples of different micro-batches influence each other, or an operation is not "
-            "covered, or a hook or a backward of your own is not linear in the gradient (it clamps?), which is smaller "
-            "in one pass; loop over micro-batches"
+            "samples of two micro-batches influence each other, or an operation is not covered, or a hook or backward "
+            "of yours is not linear in the gradient (it clamps?), smaller in one pass; loop over micro-batches"
         )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..groups import Groups, UnsupportedUse, without_samples
 from ..mini_batch import MiniBatch
@@ -43,26 +43,21 @@ def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
     return x[ids != changed]
 
 
-def _exchange(value: Any, groups: Groups, changed: tuple[int, ...]) -> tuple[Any, bool]:
-    """The inputs with the samples of some groups replaced by another group's; whether that changed anything."""
-    visible = False
+def _exchange(trial: Trial, *changed: int) -> tuple[Trial, bool]:
+    """The trial with the samples of some groups replaced by another group's; whether that changed anything."""
+    groups = trial.mini.groups
+    visible = []
 
-    def replace(t: Any) -> Any:
-        nonlocal visible
-        a = groups.axis
-        if not isinstance(t, Tensor) or t.ndim <= a or t.shape[a] != groups.batch:
-            return t
-        rows = t.detach().movedim(a, 0).clone()
-        source = rows.clone()
+    def replace(rows: Tensor) -> Tensor:
+        new = rows.clone()
         for k in changed:
-            lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
-            other = groups.micro if k == 0 else 0
-            n = min(hi - lo, groups.batch - other)
-            rows[lo : lo + n] = source[other : other + n]
-        visible = visible or not bool(((rows == source) | (rows != rows)).all())
-        return rows.movedim(0, a)
+            lo, other = k * groups.micro, groups.micro if k == 0 else 0
+            n = min(groups.micro, groups.batch - lo, groups.batch - other)
+            new[lo : lo + n] = rows[other : other + n]
+        visible.append(not bool(((new == rows) | (new != new)).all()))
+        return new
 
-    return tree_map(replace, value), visible
+    return trial.with_rows(replace), any(visible)
 
 
 def _signature(trial: Trial, additive: bool) -> Any:
@@ -72,13 +67,11 @@ def _signature(trial: Trial, additive: bool) -> Any:
     """
 
     def what(t: Any) -> Any:
-        if isinstance(t, Tensor):
-            return tuple(t.shape)
-        return t if isinstance(t, (bool, int, str, type(None))) else str(type(t))
+        plain = t if isinstance(t, (bool, int, str, type(None))) else str(type(t))
+        return tuple(t.shape) if isinstance(t, Tensor) else plain
 
     leaves = tuple(what(t) for t in tree_leaves(trial.inputs))
-    modes = tuple(m.training for m in trial.model.modules())
-    groups = trial.mini.groups
+    modes, groups = tuple(m.training for m in trial.model.modules()), trial.mini.groups
     return leaves, groups.batch, groups.c is None, additive, trial.mini.reduction, modes
 
 
@@ -88,44 +81,43 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
     key, facts, groups = _signature(trial, additive), mini.facts, mini.groups
     if key in facts.findings.checked:
         return
-    last = groups.kappa - 1
     ghostly = any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules())
     seen = False  # whether any two micro-batches differ, so that there was something to see
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
             base, outputs = trial.run()
-            uses, written = base.uses, base.written
+            before = facts.findings
             alone = [o for o in outputs if isinstance(o, Lifted)]
             _find_leaks(mini, outputs)
             outputs = freed(outputs)
             if not ghostly:
                 _compare_forward(trial, outputs)
-            settled = True
-            for k in {0, last}:
-                inputs, visible = _exchange(trial.inputs, groups, (k,))
+            for k in {0, groups.kappa - 1}:
+                exchanged, visible = _exchange(trial, k)
                 if not visible:
                     continue
                 seen = True
-                other, changed = trial.on(inputs).run(freed)
-                settled = _compare_uses(mini, base, other, k)
-                if not settled:
+                other, changed = exchanged.run(freed)
+                _compare_uses(mini, base, other, k)
+                if facts.findings is not before:
                     break  # reclassified: what was recorded no longer holds
                 _compare_outputs(groups, outputs, changed, k)
                 del other, changed  # they hold the inputs of every layer
-            if settled and _compare_shapes(trial, base):
-                break
+            else:
+                _compare_shapes(trial, base)
+                if facts.findings is before:
+                    break
         else:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
         for o in alone:
             raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
-        del base
+        base.records.clear()
         _compare_unrounded(trial)
-        _check_buffers(trial, written)
+        _check_buffers(trial, base.written)
         if additive:
-            _check_additive(trial, outputs)
-            _check_mean(trial, outputs)
+            _check_losses(trial, outputs)
         for entry in facts.order:
-            entry.tied = entry.tied or uses[entry.name] > 1
+            entry.tied = entry.tied or base.uses[entry.name] > 1
         if not facts.findings.passed or coincides(trial):
             check_gradients(trial)
     facts.find(passed=True, checked=facts.findings.checked | ({key} if seen else set()))
@@ -138,92 +130,79 @@ def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
     for a, b in zip(outputs, plain, strict=False):
         if isinstance(a, Tensor) and isinstance(b, Tensor) and not close(a, b, slack=100):
             raise UnsupportedUse(
-                "the model's forward in one_pass differs from its own: an operation writes over a "
-                "value made from parameters, or an operation's rule does not cover its use; "
-                "please report it, and loop over micro-batches"
+                "the model's forward in one_pass differs from its own: an operation writes over a value of parameters, "
+                "or an operation's rule does not cover its use; please report it, and loop over micro-batches"
             )
 
 
-def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> bool:
-    """Compare two runs; returns False where a use had to be reclassified and the runs must be repeated."""
+def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> None:
+    """Compare two runs; where a use has to be reclassified, that is found, and the runs must be repeated."""
     groups, facts = mini.groups, mini.facts
-    settled = True
     for site in base.records.keys() | other.records.keys():
         found = facts.findings
         first, second = base.records.get(site, []), other.records.get(site, [])
-        constants = [(r.x, s.x) for r, s in zip(first, second, strict=False) if r.axis is None and r.ids is None]
-        if any(not close(x, y) for x, y in constants):
+        both = list(zip(first, second, strict=False))
+        if any(not r.placed and not close(r.x, s.x) for r, s in both):
             if site in found.batched:
                 raise _unclear(site)
             # It was only the same for the samples exchanged before.
             facts.find(constant=found.constant - {site}, batched=found.batched | {site})
-            settled = False
-            continue
-        if not _rows_agree(first, second, groups, changed):
+        elif not _rows_agree(first, second, groups, changed):
             axis = _other_axis(first, second, groups, changed)
-            if axis is not None and site not in found.axes:
-                facts.find(axes={**found.axes, site: axis})
-                settled = False
-                continue
-            raise UnsupportedUse(
-                f"{site[0]} goes through {site[1]} on rows that change when samples of another "
-                "micro-batch change: the samples are mixed, permuted or not where batch_dim says; "
-                "keep the batch in its dimension and samples apart, or loop over micro-batches"
-            )
-        for r, s in zip(first, second, strict=False):
-            if r.axis is None or r.varies or not r.x.numel():
-                continue
-            along = r.x.movedim(r.axis, 0)
-            if torch.equal(r.x, s.x) and not close(along[:1].expand_as(along), along):
-                # Not touched by the exchange and not the same for all samples: a constant whose
-                # size happens to fit. Not "close": beside one large sample all others are.
-                if site not in found.batched:
-                    facts.find(constant=found.constant | {site})
-                    settled = False
-                break
-    return settled
+            if axis is None or site in found.axes:
+                raise UnsupportedUse(
+                    f"{site[0]} goes through {site[1]} on rows that change when samples of another micro-batch change: "
+                    "the samples are mixed, permuted or not where batch_dim says; keep the batch in its dimension and "
+                    "samples apart, or loop over micro-batches"
+                )
+            facts.find(axes={**found.axes, site: axis})
+        elif site not in found.batched and any(_untouched(r, s) for r, s in both):
+            facts.find(constant=found.constant | {site})
 
 
-def _compare_shapes(trial: Trial, base: Probe) -> bool:
+def _untouched(r: Record, s: Record) -> bool:
+    """Whether a use was not touched by the exchange and is not the same for all samples: a constant of fitting size."""
+    if r.axis is None or r.varies or not r.x.numel():
+        return False
+    along = r.x.movedim(r.axis, 0)  # equal, not "close": beside one large sample all others are
+    return torch.equal(r.x, s.x) and not close(along[:1].expand_as(along), along)
+
+
+def _compare_shapes(trial: Trial, base: Probe) -> None:
     """Compare with a run of a few micro-batches: a tensor that is as large there as here is not batched.
 
     This finds a constant whose length is the batch's and whose rows are all the same, as the types of tokens are.
-    Returns False where a use had to be reclassified.
     """
     facts, kappa, few = trial.mini.facts, trial.mini.groups.kappa, few_of(trial)
     try:
         with trial.of_few(few if few < kappa else kappa // 2) as small:
             other, _ = small.run(freed)
     except Exception:  # that it does not run on a few alone is for the loop to say
-        return True
-    settled = True
+        return
     for site, records in base.records.items():
         same = {r.x.shape for r in other.records.get(site, ()) if r.ids is None and (r.axis is None or not r.varies)}
         if any(r.axis is not None and not r.varies and r.x.shape in same for r in records):
             if site in facts.findings.batched:
                 raise _unclear(site)
             facts.find(constant=facts.findings.constant | {site})
-            settled = False
-    return settled
 
 
 def _rows_agree(first: list[Record], second: list[Record], groups: Groups, changed: int) -> bool:
     """Whether the rows of the groups that were left alone are the same in two runs."""
-    placed = ([r for r in records if r.axis is not None or r.ids is not None] for records in (first, second))
-    rows = ([_outside(r, groups, changed) for r in records] for records in placed)
+    rows = ([_outside(r, groups, changed) for r in records if r.placed] for records in (first, second))
     left, right = ([x for x in each if len(x)] for each in rows)
     return len(left) == len(right) and all(close(x, y) for x, y in zip(left, right, strict=True))
 
 
 def _other_axis(first: list[Record], second: list[Record], groups: Groups, changed: int) -> int | None:
     """Another dimension of size B that holds the batch in all records of a use, if there is one."""
-    if any(r.axis is None for r in (*first, *second)) or not first:
+    both = (*first, *second)
+    if any(r.axis is None for r in both) or not first:
         return None
-    for axis in range(min(r.x.ndim for r in (*first, *second))):
-        if all(r.x.shape[axis] == groups.batch for r in (*first, *second)):
-            moved = [[r._replace(axis=axis) for r in records] for records in (first, second)]
-            if _rows_agree(moved[0], moved[1], groups, changed):
-                return axis
+    for axis in range(min(r.x.ndim for r in both)):
+        left, right = ([r._replace(axis=axis) for r in records] for records in (first, second))
+        if all(r.x.shape[axis] == groups.batch for r in both) and _rows_agree(left, right, groups, changed):
+            return axis
     return None
 
 
@@ -261,9 +240,9 @@ def _compare_unrounded(trial: Trial) -> None:
     with trial.of_few(few) as small, ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        inputs, visible = _exchange(small.inputs, mini.groups, (0,))
+        exchanged, visible = _exchange(small, 0)
         try:
-            before, after = small.outputs(), small.on(inputs).outputs()
+            before, after = small.outputs(), exchanged.outputs()
         except Exception:  # it needs autocast
             return
         if visible:
@@ -305,48 +284,35 @@ def _check_buffers(trial: Trial, written: set[str]) -> None:
             )
 
 
-def _losses(outputs: list[Any]) -> list[int]:
-    return [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
+def _check_losses(trial: Trial, outputs: list[Any]) -> None:
+    """A scalar output must be a sum over micro-batches, and the mean of what they give alone, by their samples.
 
-
-def _check_additive(trial: Trial, outputs: list[Any]) -> None:
-    """A scalar output that is not a sum over micro-batches has no micro-batch gradients that add up to it."""
-    losses, groups = _losses(outputs), trial.mini.groups
+    A model that draws random numbers is let pass by the mean: alone, its micro-batches draw others.
+    """
+    losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
+    groups, last = trial.mini.groups, trial.mini.groups.kappa - 1
     if not losses:
         return
-    last = groups.kappa - 1
-    values = []
-    for changed in ((), (0,), (last,), (0, last)):
-        other = trial.on(_exchange(trial.inputs, groups, changed)[0])
-        values.append(other.run(lambda outs: {i: float(outs[i].detach()) for i in losses})[1])
+
+    def run(other: Trial) -> dict[int, Tensor]:
+        return dict(other.run(lambda outs: {i: outs[i].detach() for i in losses})[1])
+
+    first, second, both = (run(_exchange(trial, *changed)[0]) for changed in ((0,), (last,), (0, last)))
     for i in losses:
-        v = [each[i] for each in values]
-        scale = max(abs(x) for x in v)
+        whole, a, b, ab = (float(value.detach()) for value in (outputs[i], first[i], second[i], both[i]))
         tolerance = 10 * TOLERANCE.get(outputs[i].dtype, 1e-3)
-        if abs(v[3] - v[2] - v[1] + v[0]) > tolerance * scale:
+        if abs(ab - b - a + whole) > tolerance * max(map(abs, (whole, a, b, ab))):
             raise UnsupportedUse(
                 "the model's scalar output is not a mean over micro-batches: changing two of them together changes it "
-                f"by {v[3] - v[0]:.6g}, one by one by {v[1] + v[2] - 2 * v[0]:.6g}. Unequal numbers of tokens need "
-                "weights=; batch-wide terms (load balancing, in-batch negatives) need the loop"
+                f"by {ab - whole:.6g}, one by one by {a + b - 2 * whole:.6g}. Unequal numbers of tokens need weights=; "
+                "batch-wide terms (load balancing, in-batch negatives) need the loop"
             )
-
-
-def _check_mean(trial: Trial, outputs: list[Any]) -> None:
-    """A scalar output must be the mean of what the micro-batches give alone, by their samples.
-
-    A model that draws random numbers is let pass: alone, its micro-batches draw others.
-    """
-    losses, groups = _losses(outputs), trial.mini.groups
-    if not losses or trial.mini.reduction != "mean" or groups.c is not None:
+    if trial.mini.reduction != "mean" or groups.c is not None:
         return
-
-    def alone_at(k: int) -> dict[int, Tensor]:
-        return dict(trial.cut(k).run(lambda outs: {i: outs[i] for i in losses})[1])
-
     with torch.no_grad(), trial.plainly():
-        alone = [alone_at(k) for k in range(groups.kappa)]
+        alone = [run(trial.cut(k)) for k in range(groups.kappa)]
         with trial.redrawn():
-            again = alone_at(0)
+            again = run(trial.cut(0))
     for i in losses:
         if not close(alone[0][i], again[i]):
             return
@@ -362,20 +328,19 @@ def _check_mean(trial: Trial, outputs: list[Any]) -> None:
 def _find_leaks(mini: MiniBatch, outputs: list[Any]) -> None:
     """A custom autograd.Function takes parameters without being seen: find it in the graph."""
     by_param = {id(e.param): e for e in mini.facts.order}
-    stack = [o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None]
-    seen = set(stack)
+    stack: list[Any] = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
+    seen = {None}
     while stack:
         node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         maker = getattr(node, "_forward_cls", None)
         for parent, _ in node.next_functions:
-            if parent is None:
-                continue
             entry = by_param.get(id(getattr(parent, "variable", None)))
             if entry is not None and maker is not None and not issubclass(maker, Squaring):
                 raise UnsupportedUse(
                     f"{entry.name} goes through {maker.__name__}, a custom autograd.Function that "
                     "hides it; write it with torch operations, or loop over micro-batches"
                 )
-            if parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
+            stack.append(parent)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..groups import Groups, UnsupportedUse
 from ..mini_batch import MiniBatch, Mode
+from ..model import Site
 from ..routing import Routed
 from ..weight import same
 
@@ -30,51 +31,49 @@ class Record(NamedTuple):
 
     x: Tensor
     ids: Tensor | None
-    axis: int | None  # None and no ids: taken for a constant
+    axis: int | None
     varies: bool = True  # x is differentiable, so it comes from the batch
+
+    @property
+    def placed(self) -> bool:
+        """Whether it is known where the batch is, so that x is not taken for a constant."""
+        return self.axis is not None or self.ids is not None
 
 
 class Probe:
     """What the rules saw in one run."""
 
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
-        self.records: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    def __init__(self) -> None:
+        self.records: dict[Site, list[Record]] = defaultdict(list)
         self.uses: Counter[str] = Counter()  # by parameter: those that deliver squares
         self.written: set[str] = set()  # buffers that the run has changed
 
-    def rows(self, names: str, name: str, x: Tensor, routed: Routed | None, axis: int | None) -> None:
-        """Record a use with the batch; rows in any order by their places there: a sort by expert need not be stable."""
+    def saw(self, names: str, name: str, x: Tensor, axis: int | None = None, routed: Routed | None = None) -> None:
+        """Record a use; rows in any order by their places in the batch: a sort by expert need not be stable."""
         record = Record(x.detach(), None, axis, x.requires_grad)
         if routed is not None:
             order = routed.places.argsort(stable=True)
             record = Record(x.detach()[order], routed.ids[order], None, x.requires_grad)
         self.records[names, name].append(record)
 
-    def constant(self, names: str, name: str, x: Tensor) -> None:
-        """Record a use with what is taken for a constant."""
-        self.records[names, name].append(Record(x.detach(), None, None))
+    def compare(self, names: str, name: str, results: list[Tensor], plain: list[Tensor]) -> None:
+        """Hold the results of a fallback against the plain operation's."""
+        if not all(close(got, want, slack=100) for got, want in zip(results, plain, strict=True)):
+            raise UnsupportedUse(
+                f"{names} goes through {name}, which does not act on each micro-batch alone; loop over micro-batches, "
+                "or write the operation per sample"
+            )
 
-    def compare(
-        self, call: Any, name: str, names: str, leaves: list[Any], handles: list[Any], batched: list[bool], out: Any
-    ) -> None:
-        """A fallback: record its inputs, and hold its result against the plain operation's."""
-        values = []
-        for a, h, b in zip(leaves, handles, batched, strict=True):
-            if h is not None or b:
-                values.append(a if h is None else h.value)
-            if b:
-                self.rows(names, name, a, None, self.groups.axis_of(a.shape))
-            elif isinstance(a, Tensor) and h is None:
-                self.constant(names, name, a)
-        with torch.no_grad():
-            plain = call(*values)
-        for got, want in zip(tree_leaves(out), tree_leaves(plain), strict=True):
-            if isinstance(want, Tensor) and (got.shape != want.shape or not close(got, want, slack=100)):
-                raise UnsupportedUse(
-                    f"{names} goes through {name}, which does not act on each micro-batch alone; "
-                    "loop over micro-batches, or write the operation per sample"
-                )
+
+@contextmanager
+def setting(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has this value in here, and then the one it had."""
+    before = getattr(thing, name)
+    try:
+        setattr(thing, name, value)
+        yield
+    finally:
+        setattr(thing, name, before)
 
 
 class Trial(NamedTuple):
@@ -88,10 +87,9 @@ class Trial(NamedTuple):
         """A recorded forward: its record and its outputs, or what `then` makes of them before buffers are restored."""
         mini, facts = self.mini, self.mini.facts
         mode, normed = mini.mode, mini.normed
-        probe = mini.probe = Probe(mini.groups)
+        probe = mini.probe = Probe()
         mini.normed = {}
-        if mode is not Mode.PLAIN:
-            mini.mode = Mode.CHECKING
+        mini.mode = mode if mode is Mode.PLAIN else Mode.CHECKING
         for entry in facts.order:
             entry.shared = None
         modules = self.model.named_modules()
@@ -102,7 +100,7 @@ class Trial(NamedTuple):
                 outputs = _leaves(self.model(*args, **kwargs))
                 return probe, outputs if then is None else then(outputs)
         finally:
-            if any(len(uses) > 1 for uses in mini.normed.values()):
+            if not facts.findings.renormed and any(len(uses) > 1 for uses in mini.normed.values()):
                 facts.find(renormed=True)
             mini.probe, mini.mode, mini.normed = None, mode, normed
             with torch.no_grad():
@@ -119,39 +117,30 @@ class Trial(NamedTuple):
 
     def cut(self, k: int, count: int = 1) -> Trial:
         """The trial of micro-batch k of the inputs, or of `count` from there on."""
-        groups = self.mini.groups
-        lo, hi = k * groups.micro, min((k + count) * groups.micro, groups.batch)
+        micro = self.mini.groups.micro
+        return self.with_rows(lambda rows: rows[k * micro : (k + count) * micro])
 
-        def narrow(t: Any) -> Any:
-            if isinstance(t, Tensor) and t.ndim > groups.axis and t.shape[groups.axis] == groups.batch:
-                return t.detach().narrow(groups.axis, lo, hi - lo)
-            return t
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> Trial:
+        """The trial of other inputs: `change` is given each tensor that has the batch, with the batch first."""
+        axis, batch = self.mini.groups.axis, self.mini.groups.batch
 
-        return self.on(tree_map(narrow, self.inputs))
+        def changed(t: Any) -> Any:
+            if not isinstance(t, Tensor) or t.ndim <= axis or t.shape[axis] != batch:
+                return t
+            return change(t.detach().movedim(axis, 0)).movedim(0, axis)
 
-    def on(self, inputs: Any) -> Trial:
-        """The trial of other inputs."""
-        return self._replace(inputs=inputs)
+        return self._replace(inputs=tree_map(changed, self.inputs))
 
     @contextmanager
     def of_few(self, few: int) -> Iterator[Trial]:
         """The trial of the first `few` micro-batches, which are all there are in here."""
-        mini, groups = self.mini, self.mini.groups
-        small = self.cut(0, few)
-        mini.groups = Groups(few * groups.micro, groups.micro, groups.axis)
-        try:
+        small, micro, axis = self.cut(0, few), self.mini.groups.micro, self.mini.groups.axis
+        with setting(self.mini, "groups", Groups(few * micro, micro, axis)):
             yield small
-        finally:
-            mini.groups = groups
 
-    @contextmanager
-    def plainly(self) -> Iterator[None]:
+    def plainly(self) -> AbstractContextManager[None]:
         """Every operation runs as it is."""
-        mode, self.mini.mode = self.mini.mode, Mode.PLAIN
-        try:
-            yield
-        finally:
-            self.mini.mode = mode
+        return setting(self.mini, "mode", Mode.PLAIN)
 
     @contextmanager
     def redrawn(self) -> Iterator[None]:
@@ -196,10 +185,8 @@ def _leaves(value: Any) -> list[Any]:
     """The leaves of nested outputs, dataclasses included."""
     out = []
     for leaf in tree_leaves(value):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            out += [v for f in fields(leaf) for v in _leaves(getattr(leaf, f.name))]
-        else:
-            out.append(leaf)
+        nested = is_dataclass(leaf) and not isinstance(leaf, type)
+        out += _leaves([getattr(leaf, f.name) for f in fields(leaf)]) if nested else [leaf]
     return out
 
 
