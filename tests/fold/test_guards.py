@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import pickle
 import subprocess
 import sys
 
@@ -12,7 +15,7 @@ from problems import batches, loss, mlp
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from invariant_adam import InvariantAdam
+from invariant_adam import InvariantAdam, one_pass
 
 
 @pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
@@ -169,3 +172,45 @@ def test_a_question_for_the_norm_is_answered_not_refused():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["[nan, nan, nan] 1 <string> True", "True"]
+
+
+class TestMiniBatchOutsideOnePass:
+    """A model that one_pass was opened on refuses to train on a mini-batch as if it were a micro-batch."""
+
+    def known(self):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        opt = InvariantAdam(model.parameters(), micro_batch_size=4)
+        with one_pass(model, 4):
+            model(torch.randn(8, 3)).square().mean().backward()
+        opt.step()
+        return model, opt
+
+    def test_it_is_refused_before_anything_changes(self):
+        model, opt = self.known()
+        with pytest.raises(RuntimeError, match=r"got 32 samples.*micro_batch_size=4.*one_pass\(model, 4\)"):
+            model(torch.randn(32, 3))
+        assert opt.kappa == 0
+        model(torch.randn(4, 3)).square().mean().backward()
+        opt.step()
+        assert opt.samples_seen == 12
+
+    def test_what_may_be_right_passes(self):
+        model, opt = self.known()
+        with torch.no_grad():
+            model(torch.randn(32, 3))
+        model.eval()(torch.randn(32, 3))
+        model.train()
+        model(torch.randn(6, 4, 3))  # the batch is in another dimension
+        model(torch.randn(6, 3))  # no multiple: tokens, say
+        with opt.ragged(2):
+            model(torch.randn(2, 3)).square().mean().backward()
+        opt.step()
+        del opt
+        gc.collect()
+        model(torch.randn(32, 3))  # whoever trains it now
+
+    def test_a_watched_model_is_copied_and_pickled(self):
+        model, _opt = self.known()
+        pickle.loads(pickle.dumps(model))(torch.randn(32, 3))
+        copy.deepcopy(model)(torch.randn(32, 3))

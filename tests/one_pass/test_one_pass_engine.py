@@ -186,6 +186,58 @@ def test_token_weights_make_a_padded_mean_exact(batch) -> None:
         torch.testing.assert_close(p.grad_sq, s, rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.parametrize("samples", [8, 7, 2])
+def test_a_usual_weight_makes_micro_batches_independent_of_each_other(batch, samples) -> None:
+    """The gradient of micro-batch k is that of its sum over n̄, a ragged one's over n̄ n/M, whatever the others weigh."""
+    ids, targets = (t[:samples] for t in batch)
+    model, usual = Net().double(), 7.0
+    mask = (torch.arange(T) < torch.tensor([6, 2, 3, 5, 1, 1, 4, 6])[:samples, None]).double()
+
+    def summed(b: slice) -> Tensor:
+        each = F.cross_entropy(model(ids[b]).flatten(0, 1), targets[b].flatten(), reduction="none")
+        return (each * mask[b].flatten()).sum()
+
+    with one_pass(model, 2, weights=mask, usual_weight=usual):
+        (summed(slice(None)) / mask.sum()).backward()
+    params = list(model.parameters())
+    total, square = [0.0] * len(params), [0.0] * len(params)
+    for k in range(0, samples, 2):
+        n = min(2, samples - k)
+        for i, g in enumerate(torch.autograd.grad(summed(slice(k, k + 2)) / (usual * n / 2), params)):
+            total[i] = total[i] + n / samples * g
+            square[i] = square[i] + n / samples * g.square()
+    for p, g, s in zip(params, total, square, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(p.grad_sq, s, rtol=1e-9, atol=1e-13)
+        assert p.grad_kappa == samples / 2
+
+
+def test_a_usual_weight_needs_weights_and_a_positive_number() -> None:
+    for options in ({"usual_weight": 3.0}, {"usual_weight": 0.0, "weights": torch.ones(4)}):
+        with pytest.raises(ValueError, match="usual_weight must be positive and needs weights="):
+            one_pass(nn.Linear(2, 1), 2, **options)
+
+
+@pytest.mark.parametrize("fold", ["backward", "call"])
+@pytest.mark.parametrize("into", [False, True])
+def test_another_micro_batch_size_than_the_optimizers_is_refused(fold, into) -> None:
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    with one_pass(model, 2):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    opt = InvariantAdam(model.parameters(), micro_batch_size=4, fold=fold)
+    with (
+        pytest.raises(ValueError, match=r"one_pass\(micro_batch_size=2\) on weight.*micro_batch_size=4.*off by 2"),
+        one_pass(model, 2, into=opt if into else None),
+    ):
+        pass
+    model(x[:4]).square().mean().backward()  # nothing has changed
+    if fold == "call":
+        opt.fold()
+    opt.step()
+    assert opt.samples_seen == 4
+
+
 class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

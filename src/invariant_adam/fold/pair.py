@@ -108,7 +108,7 @@ def leave(p: Tensor, grad_sq: Tensor, kappa: float, scale: tuple[float, float]) 
     """Put the square beside the gradient that is on `p`, and remember that they belong together."""
     assert p.grad is not None
     p.grad_sq, p.grad_kappa = grad_sq, kappa  # type: ignore[attr-defined]
-    grad_sq.made_with = p.grad._version, scale  # type: ignore[attr-defined]
+    grad_sq.made_with = p.grad, p.grad._version, scale  # type: ignore[attr-defined]
 
 
 def joined(p: Tensor, new: Pair) -> Pair:
@@ -124,15 +124,19 @@ def joined(p: Tensor, new: Pair) -> Pair:
 
 
 def is_there(p: Tensor) -> bool:
-    """Whether there is a square on `p`: cheaper than `peek`, which looks whether it makes a pair."""
-    return getattr(p, "grad_sq", None) is not None
+    """Whether there is a square on `p`: cheaper than `peek`, which looks whether it makes a pair.
+
+    One whose gradient is gone (model.zero_grad() knows of no square) or another one is as good as gone itself.
+    """
+    grad_sq = getattr(p, "grad_sq", None)
+    return grad_sq is not None and (not hasattr(grad_sq, "made_with") or grad_sq.made_with[0] is p.grad)
 
 
 def peek(p: Tensor) -> Pair | None:
     """The pair on `p`, or None where there is no square."""
-    grad_sq = getattr(p, "grad_sq", None)
-    if grad_sq is None:
+    if not is_there(p):
         return None
+    grad_sq: Tensor = p.grad_sq  # type: ignore[attr-defined]
     kappa = getattr(p, "grad_kappa", None)
     if p.grad is None or kappa is None or not kappa > 0 or grad_sq.shape != p.shape:
         raise RuntimeError(
@@ -141,7 +145,7 @@ def peek(p: Tensor) -> Pair | None:
             "with grad_kappa > 0 and one shape: leave them by invariant_adam.one_pass, or clear them with "
             "the optimizer's zero_grad()"
         )
-    version, scale = getattr(grad_sq, "made_with", (p.grad._version, ONES))
+    _, version, scale = getattr(grad_sq, "made_with", (None, p.grad._version, ONES))
     if version != p.grad._version:
         raise RuntimeError(
             f"p.grad of a parameter of shape {tuple(p.shape)} was changed in place after one_pass left it (clipped? "

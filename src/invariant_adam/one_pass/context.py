@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..fold import hooks, pair
-from ..optimizer import InvariantAdam
+from ..fold import guards, hooks, pair
+from ..unwrap import unwrap
 from .exchange import Open
 from .groups import UnsupportedUse, divided
 from .into import Sink
@@ -45,7 +46,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         batch_size: B, in samples; by default read from the model's inputs.
         weights: the weight of each sample (B,) or token (B, T) in a loss that is a weighted mean over the mini-batch,
             Σ w l / Σ w: a mask of 0 and 1 for a loss averaged over tokens that are not padding. Micro-batch k then
-            counts W_k/W in both means.
+            counts W_k/W in both means, which depends on the others of its update: give `usual_weight` too.
+        usual_weight: n̄, the weight of a usual micro-batch, one number for the whole run: about the tokens of M samples.
+            g_k is then the gradient of Σ w l / n̄ over micro-batch k, whatever else is in the update, and the update
+            does not depend on the batch size. Reads Σ w, so give `weights` on the CPU where nothing should wait.
         ragged: what to do when M does not divide B: "weight" counts the last micro-batch n/M, "refuse" raises.
         into: an `InvariantAdam(fold="backward")` of all these parameters: pairs go into its moments as they are made,
             in the epilogue of a linear layer's weight gradient on a GPU, and neither gradient nor square is ever in
@@ -70,8 +74,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         batch_dim: int = 0,
         batch_size: int | None = None,
         weights: Tensor | None = None,
+        usual_weight: float | None = None,
         ragged: Literal["weight", "refuse"] = "weight",
-        into: InvariantAdam | None = None,
+        into: Optimizer | None = None,
         check: bool = True,
     ) -> None:
         if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
@@ -84,10 +89,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             raise ValueError(f"batch_dim must be >= 0, got {batch_dim}")
         if weights is not None and reduction == "sum":
             raise ValueError('weights= describes a weighted mean; it has no meaning with reduction="sum"')
-        if not isinstance(into, (InvariantAdam, type(None))):
-            raise TypeError(f"into= must be an InvariantAdam, got {type(into).__name__}")
+        if usual_weight is not None and (weights is None or not usual_weight > 0):
+            raise ValueError(f"usual_weight must be positive and needs weights=, got {usual_weight!r}")
         self.model, self.reduction, self.ragged, self.check = model, reduction, ragged, check
-        self.batch_size, self.weights, self.into = batch_size, weights, into
+        self.batch_size, self.weights, self.usual_weight = batch_size, weights, usual_weight
+        self.into = None if into is None else unwrap(into)
         self.facts = facts_of(model, micro_batch_size, batch_dim)
         self.mini = MiniBatch(self.facts, reduction)  # another one each time the context opens
         self.armed: list[Entry] = []
@@ -117,6 +123,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if self.into is not None:
             self.into.queue.bind()  # looks for parameters that were unfrozen, and refuses those another has taken over
         self.facts.find_takers()
+        guards.watch(self.model)
         self.elements = 0
         self.room = min((getattr(taker, "room", 0) for taker in {entry.taker for entry in entries}), default=0)
         for entry in entries:
@@ -282,7 +289,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
 
     def _divide(self, batch: int, mode: Mode) -> None:
         device = self.armed[0].param.device if self.armed else None
-        how = self.weights, self.ragged, self.reduction, device
+        how = self.weights, self.usual_weight, self.ragged, self.reduction, device
         self.mini.divide(divided(batch, self.facts.micro, self.facts.axis, *how), mode)
 
     def _harvest(self) -> None:

@@ -8,6 +8,8 @@ the gradient g_k of its own mean. Its share of the mini-batch's gradient is s_k 
     mean g² = Σ_k (W_k/W) g_k² = Σ_k (W/W_k) s_k²
 
 so a ragged group of n samples counts n/M in both moments. Groups of equal weight give κ Σ_k s_k².
+
+Weights with a usual weight n̄ only normalise: g_k = ∇(Σ w l)/n̄ counts by its samples, and s_k = n̄/(κW) g_k.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Stretch(NamedTuple):
 class Groups:
     """The division of one mini-batch into micro-batches."""
 
-    def __init__(self, batch: int, micro: int, axis: int, c: Tensor | None = None) -> None:
+    def __init__(self, batch: int, micro: int, axis: int, c: Tensor | None = None, factor: float = 1.0) -> None:
         self.batch = batch  # samples
         self.micro = micro  # samples
         self.axis = axis  # where the batch is looked for first
@@ -55,6 +57,7 @@ class Groups:
         if rest:
             self.stretches.append(Stretch(full, full + 1, full * micro, batch))
         self.c = c  # one coefficient W/(κ W_k) per group; None where all are 1
+        self.factor = factor  # W/(κn̄), on every gradient; 1 where there is no usual weight
 
     def axis_of(self, shape: torch.Size, leading: int | None = None) -> int | None:
         """The batch dimension among the first `leading` dimensions of `shape`, or among all; or None.
@@ -109,8 +112,9 @@ def join(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def divided(
-    batch: int, micro: int, axis: int, weights: Tensor | None, ragged: str, reduction: str, device: torch.device | None
-) -> Groups:
+    batch: int, micro: int, axis: int, weights: Tensor | None, usual: float | None, ragged: str, reduction: str,
+    device: torch.device | None,
+) -> Groups:  # fmt: skip
     """The division of `batch` samples into groups of `micro`, as the arguments of `one_pass` ask."""
     size = min(micro, batch)
     rest, kappa = batch % size, -(-batch // size)
@@ -123,13 +127,16 @@ def divided(
         raise ValueError(
             f'a ragged micro-batch ({batch} samples, micro_batch_size={micro}) sums over fewer; use reduction="mean"'
         )
-    if weights is None and not rest:
-        return Groups(batch, size, axis)
     if weights is not None and weights.shape[0] != batch:
         raise ValueError(f"weights has {weights.shape[0]} rows for a mini-batch of {batch} samples")
+    factor = 1.0
+    if weights is not None and usual is not None:
+        factor, weights = float(weights.sum()) * micro / (usual * batch), None
+    if weights is None and not rest:
+        return Groups(batch, size, axis, factor=factor)
     w = torch.ones(batch, device=device) if weights is None else weights.detach()
     w = w.to(device, torch.float64).reshape(batch, -1).sum(1)
     ids = torch.arange(batch, device=device) // size
     W = torch.zeros(kappa, dtype=torch.float64, device=device).index_add(0, ids, w)
     # W/(κ W_k); a group of no weight has no gradient either.
-    return Groups(batch, size, axis, torch.where(W > 0, W.sum() / (kappa * W), 0.0))
+    return Groups(batch, size, axis, torch.where(W > 0, W.sum() / (kappa * W), 0.0), factor)

@@ -71,6 +71,8 @@ class MiniBatch:
         self.mode = Mode.PLAIN if self.single else mode
         self.kappa = groups.batch / self.facts.micro
         self.scale = (1.0, float(groups.kappa)) if self.reduction == "mean" else (1 / groups.kappa, 1 / groups.kappa)
+        if groups.factor != 1.0:
+            self.scale = (self.scale[0] * groups.factor, self.scale[1] * groups.factor**2)
 
     def ready(self, name: str) -> None:
         """Refuse to go on where the batch is not known."""

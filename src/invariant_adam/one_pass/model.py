@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..fold import pair
+from ..fold import hooks, pair
 from ..kernels.gemm_square import wide
 from .exchange import source_of, trusted
 from .groups import UnsupportedUse
@@ -72,6 +72,14 @@ class ModelFacts:
         """Ask again who wants pairs as they are made, if anyone has subscribed since."""
         if self._subscriptions != pair.subscriptions:
             for entry in self.order:
+                queue = hooks.owner(entry.param)
+                size = None if queue is None else queue.moments.groups[0]["micro_batch_size"]
+                if size not in (None, self.micro):
+                    raise ValueError(
+                        f"one_pass(micro_batch_size={self.micro}) on {entry.name}, whose InvariantAdam has "
+                        f"micro_batch_size={size}: κ, samples_seen and the step would be off by {size / self.micro:g}. "
+                        f"Give both the same; v is at the scale of one micro-batch, so a run cannot change it"
+                    )
                 entry.taker = pair.taker_of(entry.param)
             self._subscriptions = pair.subscriptions
 
