@@ -328,4 +328,4 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
 )
 def conv_square_op(G: Tensor, X: Tensor, c: Tensor | None, *geo: Any) -> tuple[Tensor, Tensor]:
     """`conv_square` as an operator; of the fields of a `Geometry`, tuples come as lists."""
-    return conv_square(G, X, Geometry._make(tuple(x) if isinstance(x, list) else x for x in geo), c)
+    return conv_square(G, X, Geometry(*(tuple(x) if isinstance(x, list) else x for x in geo)), c)
