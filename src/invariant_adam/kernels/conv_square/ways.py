@@ -109,7 +109,6 @@ def _product(task: Task) -> None:
     g, x = matrices(task)
     d, s = (as_matrix(t, task.geo) for t in (task.D, task.S))
     if task.into is not None:
-        assert products.fused is not None
         products.fused.gemm_square(g, x, task.c, into=task.into._replace(exp_avg=d, exp_avg_sq=s))
         return
     _copy(task._replace(D=d, S=s), products.gemm_square(g, x, task.c))
