@@ -34,7 +34,6 @@ class GroupReducer(Reducer):
         groups: the process groups, one for each dimension of their mesh; none where there is no other rank.
     """
 
-    gradients_wait = False  # the moments are reduced before the weights move
     several = True
     even = False  # all ranks bring as many micro-batches, and each counts those of all
 

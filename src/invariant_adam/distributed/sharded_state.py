@@ -30,7 +30,7 @@ from ..fold.queue import FoldQueue
 from ..fold.scalars import Tally
 from ..kernels import adam as kernels
 from .group import ALIGNED, Bucket, BucketReducer
-from .wire import all_gather, in_pieces, scatter_sum
+from .wire import all_gather, broadcast_first, in_pieces, scatter_sum
 
 _IN_FLIGHT = 2  # buckets that may be on the wire at once
 
@@ -283,8 +283,4 @@ class ShardedState(BucketReducer[GradientBucket]):
             work.wait()
             bucket.spread(rows)
         # What every rank has of its own was summed in another order on each; the first's is everyone's.
-        scalars = [queue.moments.state[p][key] for p in self.kinds if not p.ndim for key in KEYS]
-        if scalars:
-            together = torch.stack(scalars)
-            dist.broadcast(together, dist.get_global_rank(self.group, 0), group=self.group)
-            torch._foreach_copy_(scalars, list(together))
+        broadcast_first([queue.moments.state[p][key] for p in self.kinds if not p.ndim for key in KEYS], self.group)

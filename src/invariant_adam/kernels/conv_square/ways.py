@@ -327,4 +327,5 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
 )
 def conv_square_op(G: Tensor, X: Tensor, c: Tensor | None, *geo: Any) -> tuple[Tensor, Tensor]:
     """`conv_square` as an operator; of the fields of a `Geometry`, tuples come as lists."""
-    return conv_square(G, X, Geometry._make(tuple(x) if isinstance(x, list) else x for x in geo), c)
+    fields: list[Any] = [tuple(x) if isinstance(x, list) else x for x in geo]
+    return conv_square(G, X, Geometry(*fields), c)
