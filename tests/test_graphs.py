@@ -391,7 +391,7 @@ def test_tables_of_a_capture_are_its_own():
         pytest.skip("needs Triton")
     model, opt, _ = make(torch.float32, 1, False)
     shelf = graphs._Shelf(opt)
-    with shelf.standing():
+    with kernels.tables_on(shelf.place):
         assert adam_triton.room_for is not None
         tables, n = adam_triton._tables(list(model.ws), list(model.ws))
     assert adam_triton.room_for is None

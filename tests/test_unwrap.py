@@ -61,11 +61,11 @@ def test_the_optimizer_inside_is_found_and_used(run, wrap):
 def test_what_is_no_invariant_adam_is_named(run):
     model, _ = run
     adamw = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match="got AdamW$"):
+    with pytest.raises(TypeError, match=r"got AdamW$"):
         ia.unwrap(adamw)
     with pytest.raises(TypeError, match="got Accelerated around AdamW"):
         ia.unwrap(Accelerated(adamw))
     with pytest.raises(TypeError, match="got Linear"):
         ia.one_pass(model, 4, into=model)
-    with pytest.raises(TypeError, match="SampleLambdaLR counts samples.*got AdamW; use torch's LambdaLR"):
+    with pytest.raises(TypeError, match=r"SampleLambdaLR counts samples.*got AdamW; use torch's LambdaLR"):
         ia.SampleLambdaLR(adamw, lambda samples: 1.0)

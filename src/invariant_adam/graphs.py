@@ -10,7 +10,7 @@ advance on the host exactly as in an eager update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -81,12 +81,10 @@ class Recorder(Launcher):
 
     def slots(self, moment: Tensor, places: Sequence[int] = (), params: Sequence[Tensor] = ()) -> Tensor:
         """Return the row that a launch on `moment` and its like is to read."""
-        table = self._tables[moment.dtype]
-        row = len(self.rows)
-        if row == _ROWS:
+        if len(self.rows) == _ROWS:
             raise RuntimeError(f"a captured update can have at most {_ROWS} launches of folds and steps; capture less")
         self.rows.append(Row(moment.dtype, places, params))
-        return table[row]
+        return self._tables[moment.dtype][len(self.rows) - 1]
 
     def finish(self, update: Update) -> bool:
         """Note the step; a capture runs nothing, so that the update has not happened."""
@@ -153,7 +151,7 @@ class Captured:
         self.optimizer, self._stream = optimizer, stream
         device = next(optimizer.queue.moments.params()).device
         self._recorder = Recorder(device)
-        self.graph = torch.cuda.CUDAGraph() if device.type == "cuda" else None
+        self.graph: Any = torch.cuda.CUDAGraph() if device.type == "cuda" else None
         self._feed = _Feed()
         optimizer.queue.launcher = self._recorder
         try:
@@ -179,16 +177,14 @@ class Captured:
         self._baked = _baked(optimizer)
 
     def _record(self, update: Callable[[], Any]) -> Any:
-        assert self.graph is not None
         shelf = _Shelf(self.optimizer)
-        with torch.cuda.graph(self.graph, stream=self._stream), shelf.standing():
+        with torch.cuda.graph(self.graph, stream=self._stream), kernels.tables_on(shelf.place):
             output = update()
         shelf.fill()
         self._shelf = shelf  # the graph reads it
         return output
 
     def _replay(self) -> None:
-        assert self.graph is not None
         self.graph.replay()
 
     def __call__(self) -> Any:
@@ -386,10 +382,7 @@ class _Shelf:
         self._used = 0
         self._tables: list[tuple[Tensor, Tensor]] = []
 
-    def standing(self) -> AbstractContextManager[None]:
-        return kernels.tables_on(self._place)
-
-    def _place(self, table: Tensor, device: torch.device) -> Tensor:
+    def place(self, table: Tensor, device: torch.device) -> Tensor:
         size = table.numel() * table.element_size()
         start, self._used = self._used, self._used + ceil(size / 16) * 16
         if self._used > len(self._bytes):

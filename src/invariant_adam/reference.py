@@ -35,12 +35,7 @@ def start(w: Tensor) -> State:
 
 
 def micro_adam(
-    s: State,
-    grads: Sequence[Gradient],
-    h: Hyperparameters,
-    *,
-    eps: float = 1e-8,
-    decoupled: bool = True,
+    s: State, grads: Sequence[Gradient], h: Hyperparameters, *, eps: float = 1e-8, decoupled: bool = True
 ) -> State:
     """Algorithm 1: standard Adam on each micro-batch in turn, κ small updates."""
     for grad in grads:
@@ -49,12 +44,7 @@ def micro_adam(
 
 
 def standard_adam(
-    s: State,
-    grads: Sequence[Gradient],
-    h: Hyperparameters,
-    *,
-    eps: float = 1e-8,
-    decoupled: bool = True,
+    s: State, grads: Sequence[Gradient], h: Hyperparameters, *, eps: float = 1e-8, decoupled: bool = True
 ) -> State:
     """Algorithm 2: average, then square.
 
@@ -69,12 +59,7 @@ def standard_adam(
 
 
 def invariant_adam(
-    s: State,
-    grads: Sequence[Gradient],
-    h: Hyperparameters,
-    *,
-    eps: float = 1e-8,
-    decoupled: bool = True,
+    s: State, grads: Sequence[Gradient], h: Hyperparameters, *, eps: float = 1e-8, decoupled: bool = True
 ) -> State:
     """Algorithm 3: square, then average."""
     g = torch.stack(_gradients(s.w, grads, h, decoupled))

@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     lr: Callable[[float], float]  # ρ -> factor on the learning rate
     beta: Callable[[float, float], float]  # (β, ρ) -> β of one update
     decay: Callable[[float, float], float]  # (ηλ, ρ) -> share of the weights that decays in one update
-    needs_small: bool  # valid only while ργ < 1
+    needs_small: bool = False  # valid only while ργ < 1
 
 
 RULES = {
@@ -35,7 +35,6 @@ RULES = {
         lr=lambda rho: rho,
         beta=lambda beta, rho: beta**rho,
         decay=lambda d, rho: -math.expm1(rho * math.log1p(-d)),  # 1 - (1-d)^ρ without cancellation
-        needs_small=False,
     ),
     "square_root": Rule(
         lr=math.sqrt,
@@ -47,7 +46,6 @@ RULES = {
         lr=lambda rho: rho,
         beta=lambda beta, rho: beta,
         decay=lambda d, rho: rho * d,
-        needs_small=False,
     ),
 }
 

@@ -26,20 +26,20 @@ def test_a_wrapper_is_refused_until_it_is_trusted():
     model, x = Wrapper(nn.Linear(3, 1)), torch.randn(8, 3)
     with pytest.raises(UnsupportedUse, match=r"distributed\.prepare\(model, opt\)"), one_pass(model, 2):
         pass
-    exchange.trust(model)
+    exchange.trusted.add(model)
     with one_pass(model, 2):
         backward(model, x)
     assert model.module.weight.grad_sq.shape == (1, 3)
 
 
 def test_a_sharded_model_is_refused_until_a_source_names_its_parameters(monkeypatch):
-    monkeypatch.setattr(exchange, "_sources", [])
+    monkeypatch.setattr(exchange, "sources", [])
     model = nn.Linear(3, 1)
     model._get_fsdp_state = None
     with pytest.raises(UnsupportedUse, match=r"fully_shard.*distributed\.prepare\(model, opt\)"), one_pass(model, 2):
         pass
     named = [("whole " + name, p) for name, p in model.named_parameters()]
-    exchange.register_source(lambda module: named if module is model else None)
+    exchange.sources.append(lambda module: named if module is model else None)
     with one_pass(model, 2, check=False) as context:
         backward(model, torch.randn(8, 3))
         assert [entry.name for entry in context.facts.order] == ["whole weight", "whole bias"]
@@ -53,11 +53,11 @@ def test_squares_are_taken_once():
     want = model.weight.grad_sq
     del model.weight.grad_sq, model.weight.grad_kappa, model.bias.grad_sq, model.bias.grad_kappa
     model.zero_grad()
-    assert exchange.current() is None
+    assert exchange.Open.mini_batch is None
     assert not exchange.has_square(model.weight)
     with one_pass(model, 2):
         backward(model, x)
-        mini_batch = exchange.current()
+        mini_batch = exchange.Open.mini_batch
         assert (mini_batch.single, mini_batch.kappa, mini_batch.scale) == (False, 4.0, (1.0, 4.0))
         assert exchange.has_square(model.weight)
         torch.testing.assert_close(exchange.take_square(model.weight) * mini_batch.scale[1], want)

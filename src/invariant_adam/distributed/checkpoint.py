@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,24 +29,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ..optimizer import InvariantAdam
+from ..unwrap import unwrap
 from .wire import lost_rank_named
 
 T = TypeVar("T")
 Folder = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
 _NAME = re.compile(r"samples-(\d{12,})")
-
-
-class Stateful(Protocol):
-    """What can be saved beside model and optimizer: a schedule, a weight average, a sampler."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what is to be saved: tensors, numbers, strings, and lists and dicts of them."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Go on from what `state_dict` returned."""
 
 
 def save(
@@ -68,7 +60,8 @@ def save(
         optimizer: its optimizer, between updates.
         keep: how many checkpoints stay, this one included; older ones are removed afterwards.
         process_group: the ranks that save; by default all.
-        others: more objects with a `state_dict()`, under names to load them by: `scheduler=scheduler`.
+        others: more objects with a `state_dict()`, under names to load them by (`scheduler=scheduler`): a schedule, a
+            weight average, a sampler. It holds tensors, numbers, strings, and lists and dicts of them.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -83,6 +76,7 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"keep={keep} checkpoints would remove the one that is being written; give 1 or more")
+    optimizer = unwrap(optimizer)
     state = _state(model, optimizer, others)  # refuses in mid-update, before anything is written
     root = Path(folder)
     name = f"samples-{optimizer.samples_seen:012d}"
@@ -111,6 +105,7 @@ def load_latest(
     path = _on_first(lambda: latest(folder), process_group)
     if path is None:
         return None
+    optimizer = unwrap(optimizer)
     state = _state(model, optimizer, others)
     # In place, as torch loads: so the one refusal that torch does not make beforehand is made here.
     head: dict[str, Any] = {"micro_batch_size": None}
@@ -249,14 +244,13 @@ def _on_first(action: Callable[[], T], group: Group) -> T:
     if not dist.is_initialized():
         return action()
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    result: T | None = None
+    answer: list[Any] = [None, None]
     failure: Exception | None = None
     if dist.get_rank() == first:
         try:
-            result = action()
+            answer[0] = action()
         except Exception as error:
-            failure = error
-    answer: list[Any] = [result, failure and f"{type(failure).__name__}: {failure}"]
+            failure, answer[1] = error, f"{type(error).__name__}: {error}"
     with lost_rank_named("saving or loading a checkpoint"):
         dist.broadcast_object_list(answer, src=first, group=group)
     if answer[1] is not None:
@@ -279,12 +273,10 @@ class _Vetted(pickle.Unpickler):
     """Reads a .metadata file, and refuses whatever torch's own does not contain."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
-            return super().find_class(module, name)
+        own = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
         found = getattr(torch, name, None) if module == "torch" else None
-        if found is torch.Size or isinstance(found, (torch.dtype, torch.layout)):
-            return found
-        if (module, name) in _HARMLESS:
+        data = found is torch.Size or isinstance(found, (torch.dtype, torch.layout))
+        if module in own or data or (module, name) in _HARMLESS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
 

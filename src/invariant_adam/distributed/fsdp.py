@@ -12,7 +12,7 @@ on the plain tensors that are this rank's pieces: a DTensor costs the host more 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..fold import hooks, pair
 from ..fold.pair import ONES, Pair
+from ..fold.queue import FoldQueue
 from ..fold.scalars import Tally
 from ..one_pass import exchange
 from ..one_pass.groups import UnsupportedUse
 from .group import GroupReducer
-from .wire import reduce_scatter, scatter_sum_narrow
-
-if TYPE_CHECKING:
-    from ..fold.queue import FoldQueue
-
+from .wire import reduce_scatter, scatter_sum
 
 # Parameter -> handle of the hook that puts the square beside its gradient, for an optimizer that folds by call.
 _pairs = WeakTensorKeyDictionary()
@@ -69,7 +66,7 @@ class Squares:
             reduce_scatter(self.mean, squares, op=op, group=group)
         else:
             rows = squares.to(self.dtype).view(group.size(), -1)
-            self.mean = scatter_sum_narrow(rows, torch.float32, group)()
+            self.mean = scatter_sum(rows, group, torch.float32)()
             if op == dist.ReduceOp.AVG:
                 self.mean.div_(group.size())
         if op == dist.ReduceOp.SUM:
@@ -82,7 +79,7 @@ class Squares:
 
     def _local(self, grads: Tensor) -> Tensor:
         """This rank's squares, in the layout of its gradients: to each rank its rows of one parameter after another."""
-        batch = exchange.current()
+        batch = exchange.Open.mini_batch
         if batch is None or batch.single:  # in float32, whatever the gradients travel in
             return grads.float().square_() if grads.dtype != torch.float32 else grads.square()
         ranks = self.group.mesh_info.shard_mesh_size
@@ -132,7 +129,7 @@ class Squares:
                 "penalty inside the forward of a module that fully_shard was called on, or use weight_decay"
             )
         if self.group.mesh_info.shard_mesh_size == 1:  # FSDP2 does not call us
-            batch = exchange.current()
+            batch = exchange.Open.mini_batch
             if batch is None or batch.single:
                 return None
             if exchange.has_square(fp._unsharded_param):
@@ -266,7 +263,7 @@ class FullySharded(GroupReducer):
         """This rank's piece of what all ranks have made of their gradients of `p`, each of `weight` micro-batches."""
         grad = p.grad._local_tensor  # type: ignore[union-attr]
         squares, sharded = self.squares[p]
-        square, batch, scale = squares.take(grad, sharded), exchange.current(), ONES
+        square, batch, scale = squares.take(grad, sharded), exchange.Open.mini_batch, ONES
         if batch is not None and pair.is_armed(sharded._unsharded_param):
             weight, scale = batch.kappa, batch.scale
         return Pair(grad, square, self.size * weight, scale)
@@ -312,7 +309,7 @@ def unsharded_parameters(model: nn.Module) -> list[tuple[str, Tensor]] | None:
     return [(name, found[p]) for name, p in model.named_parameters(remove_duplicate=False)]
 
 
-exchange.register_source(unsharded_parameters)
+exchange.sources.append(unsharded_parameters)
 
 
 def _insist(module: Any) -> None:

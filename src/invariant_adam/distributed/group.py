@@ -12,19 +12,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
 from operator import is_
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..fold.moments import KEYS, Moments, whole
+from ..fold.queue import FoldQueue
 from ..fold.reducer import Reducer
+from ..fold.update import Update
 from .wire import broadcast_first, in_pieces, lost_rank_named
-
-if TYPE_CHECKING:
-    from ..fold.queue import FoldQueue
-    from ..fold.update import Update
 
 ALIGNED = 4  # elements: each piece begins at a multiple of 16 bytes, where kernels load that many at a time
 
@@ -36,7 +34,6 @@ class GroupReducer(Reducer):
         groups: the process groups, one for each dimension of their mesh; none where there is no other rank.
     """
 
-    gradients_wait = False  # the moments are reduced before the weights move
     several = True
     even = False  # all ranks bring as many micro-batches, and each counts those of all
 
@@ -223,12 +220,11 @@ class Bucket:
     Args:
         index: its place among the buckets.
         params: of one device and dtype.
-        dtype: of the moments.
-        reducer: says how much room each takes.
+        reducer: says how much room each takes, and the dtype of their moments.
     """
 
-    def __init__(self, index: int, params: list[Tensor], dtype: torch.dtype, reducer: BucketReducer[Any]) -> None:
-        self.index, self.params, self.dtype = index, params, dtype
+    def __init__(self, index: int, params: list[Tensor], reducer: BucketReducer[Any]) -> None:
+        self.index, self.params, self.dtype = index, params, reducer.kinds[params[0]][0]
         self.places: dict[Tensor, slice] = {}
         self.size = 0
         for p in params:
@@ -280,9 +276,7 @@ class BucketReducer(GroupReducer, Generic[B]):
         kinds: dict[Tensor, Any] = {p: (queue.moments.dtype_of(p), p.dtype, p.device) for p in params}
         if kinds != self.kinds:
             self.kinds = kinds
-            self.buckets = [
-                self.bucket(i, params, kinds[params[0]][0], self) for i, params in enumerate(self._divide())
-            ]
+            self.buckets = [self.bucket(i, params, self) for i, params in enumerate(self._divide())]
             self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         for bucket in self.buckets:
             bucket.attach(queue.moments, self)

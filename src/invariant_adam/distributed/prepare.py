@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..fold import guards
 from ..fold.scalars import fresh
+from ..optimizer import InvariantAdam
 from ..unwrap import unwrap
 from .fsdp import FullySharded, sharded_modules
 from .replicated import Replicated, silence
 from .sharded_state import ShardedState
 from .wire import broadcast_first
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ..optimizer import InvariantAdam
 
 
 def prepare(

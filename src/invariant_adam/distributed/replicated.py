@@ -11,20 +11,18 @@ numbers per rank and update for any number of micro-batches, and no gradient is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..fold.moments import KEYS
 from ..fold.pair import ONES
+from ..fold.queue import FoldQueue
 from ..fold.scalars import Tally
 from ..one_pass import exchange
 from .group import Bucket, BucketReducer
 from .wire import lost_rank_named
-
-if TYPE_CHECKING:
-    from ..fold.queue import FoldQueue
 
 _ROUNDING = 1 - 1e-9
 
@@ -156,5 +154,5 @@ def silence(model: nn.parallel.DistributedDataParallel) -> list[Tensor]:
         module.require_backward_grad_sync = False  # type: ignore[assignment]
 
     model.register_forward_pre_hook(no_sync)
-    exchange.trust(model)
+    exchange.trusted.add(model)
     return [b for b in model.module.buffers() if b.numel()] if model.broadcast_buffers else []

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 from ..fold import hooks
 from ..fold.moments import KEYS
 from ..fold.pair import ONES, Pair
+from ..fold.queue import FoldQueue
 from ..fold.scalars import Tally
 from ..kernels import adam as kernels
 from .group import ALIGNED, Bucket, BucketReducer
-from .wire import all_gather, in_pieces, scatter_sum, scatter_sum_narrow
-
-if TYPE_CHECKING:
-    from ..fold.queue import FoldQueue
+from .wire import all_gather, broadcast_first, in_pieces, scatter_sum
 
 _IN_FLIGHT = 2  # buckets that may be on the wire at once
 
@@ -40,8 +38,8 @@ _IN_FLIGHT = 2  # buckets that may be on the wire at once
 class GradientBucket(Bucket):
     """Parameters that travel together: to each rank its piece of one after the other, padded to the same size."""
 
-    def __init__(self, index: int, params: list[Tensor], dtype: torch.dtype, reducer: ShardedState) -> None:
-        super().__init__(index, params, dtype, reducer)
+    def __init__(self, index: int, params: list[Tensor], reducer: ShardedState) -> None:
+        super().__init__(index, params, reducer)
         self.ranks = reducer.size
         self.arrived: dict[Tensor, Pair] = {}
         # Elements that are left out after each.
@@ -58,15 +56,11 @@ class GradientBucket(Bucket):
         rows = torch.empty(self.ranks, 2, self.size, dtype=self.dtype, device=self.params[0].device)
         if not arrived:
             return rows.zero_()
-        found = [arrived.get(p) for p in self.params]
-        grads = [p.new_zeros(p.shape) if x is None else x.grad for p, x in zip(self.params, found, strict=True)]
-        paired = any(x.grad_sq is not None for x in arrived.values())
-        squares = grads
+        found = [arrived.get(p) or Pair(p.new_zeros(p.shape), None, 0.0) for p in self.params]
+        grads = squares = [x.grad for x in found]
+        paired = any(x.grad_sq is not None for x in found)
         if paired:
-            squares = [
-                g.to(self.dtype).square() if x is None or x.grad_sq is None else x.grad_sq
-                for g, x in zip(grads, found, strict=True)
-            ]
+            squares = [x.grad.to(self.dtype).square() if x.grad_sq is None else x.grad_sq for x in found]
         self._lay([*grads, *squares], rows.view(self.ranks, -1))
         g, s = rows[:, 0], rows[:, 1]
         if guard:  # one rank's would be all ranks'; of one alone the fold leaves them out
@@ -106,8 +100,7 @@ class GradientBucket(Bucket):
     def gather(self, pieces: list[Tensor]) -> Tensor:
         """Lay pieces of all parameters as their moments lie."""
         own = torch.zeros(self.size, dtype=pieces[0].dtype, device=pieces[0].device)
-        starts = [place.start for place in self.places.values()]
-        into = [own[i : i + piece.numel()] for i, piece in zip(starts, pieces, strict=True)]
+        into = [own[at.start :][: piece.numel()] for at, piece in zip(self.places.values(), pieces, strict=True)]
         torch._foreach_copy_(into, [piece.reshape(-1) for piece in pieces])
         return own
 
@@ -252,8 +245,7 @@ class ShardedState(BucketReducer[GradientBucket]):
         elif narrow is None:
             waits = [scatter_sum(rows.view(self.size, -1), self.group)]
         else:
-            waits = [scatter_sum(rows[:, 0].contiguous(), self.group)]
-            waits.append(scatter_sum_narrow(rows[:, 1].to(narrow), bucket.dtype, self.group))
+            waits = [scatter_sum(rows[:, 0], self.group), scatter_sum(rows[:, 1].to(narrow), self.group, bucket.dtype)]
         self.flying.append((bucket, waits))
         if len(self.flying) > _IN_FLIGHT:
             self._land(queue)
@@ -291,8 +283,4 @@ class ShardedState(BucketReducer[GradientBucket]):
             work.wait()
             bucket.spread(rows)
         # What every rank has of its own was summed in another order on each; the first's is everyone's.
-        scalars = [queue.moments.state[p][key] for p in self.kinds if not p.ndim for key in KEYS]
-        if scalars:
-            together = torch.stack(scalars)
-            dist.broadcast(together, dist.get_global_rank(self.group, 0), group=self.group)
-            torch._foreach_copy_(scalars, list(together))
+        broadcast_first([queue.moments.state[p][key] for p in self.kinds if not p.ndim for key in KEYS], self.group)

@@ -69,9 +69,9 @@ class DivisorWatch:
         jump = now / then if then > 0 < now else 1.0
         if 0.6 < math.log(jump) / (2 * change) < 1.4:
             warnings.warn(
-                f"as κ went from {before.kappa:g} to {new.kappa:g}, the squared gradients became {jump:.2g} times those "
-                f"of the update before, which is what a loss divided by κ does (a factor of {math.exp(2 * change):.2g}); "
-                "v is then on two scales. If your loop or trainer divides each loss by κ, say so: InvariantAdam("
+                f"as κ went from {before.kappa:g} to {new.kappa:g}, the squared gradients became {jump:.2g} times "
+                f"those of the update before. A loss divided by κ does that (a factor of {math.exp(2 * change):.2g}), "
+                "and v is then on two scales. If your loop or trainer divides each loss by κ, say so: InvariantAdam("
                 "loss_divisor=kappa), or a function that is asked at each micro-batch. If not, this was chance",
                 RuntimeWarning,
                 stacklevel=7,  # the line that calls step()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,11 +11,7 @@ from ..kernels import adam as kernels
 from ..kernels.adam import Fold
 from .pair import Pair
 from .scalars import Counters, Tally
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .update import Update
+from .update import Update
 
 
 class Step(NamedTuple):

@@ -39,11 +39,9 @@ class Pair(NamedTuple):
         if self.scale == ONES:
             return self
         # Not in place: a layer may have cut the pairs of its weight and its bias from one tensor.
-        grad, grad_sq = (
-            t if t is None or factor == 1.0 else t * factor for t, factor in zip(self[:2], self.scale, strict=True)
-        )
-        assert grad is not None
-        return Pair(grad, grad_sq, self.kappa)
+        (a, b), square = self.scale, self.grad_sq
+        square = square if square is None or b == 1.0 else square * b
+        return Pair(self.grad if a == 1.0 else self.grad * a, square, self.kappa)
 
 
 Taker = Callable[[list[Tensor], list[Pair]], None]

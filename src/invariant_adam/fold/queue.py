@@ -126,7 +126,7 @@ class FoldQueue:
     @property
     def room(self) -> int:
         """Elements of pairs that may wait, before they come here, to share a launch with others."""
-        alone = self.reducer.gradients_wait  # others are to be sent each gradient as it comes
+        alone = not self.reducer.several  # others are to be sent each gradient as it comes
         return ROOM if alone and next(self.moments.params()).device.type in SHARING else 0
 
     @contextmanager
@@ -297,7 +297,7 @@ class FoldQueue:
         do gradients that the user has in hand (fold="call") and may write over.
         """
         expected = self.update.expected
-        if expected is None or x.grad_sq is not None or not self.in_backward or not self.reducer.gradients_wait:
+        if expected is None or x.grad_sq is not None or not self.in_backward or self.reducer.several:
             return False
         return tally.kappa == x.kappa >= expected
 

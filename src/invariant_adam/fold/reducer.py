@@ -25,8 +25,9 @@ class Reducer:
     """One process that trains alone."""
 
     kernels_fold = True  # whether a kernel may fold into the moments by itself
-    gradients_wait = True  # whether a gradient may wait for the step, to be folded as the weights move
-    several = False  # whether ranks decide on each update together, on the host
+    # Whether ranks decide on each update together, on the host. Moments are then reduced before the weights move, and
+    # no gradient may wait to be folded as they do.
+    several = False
     last_backward = False  # the backward that runs is the last of this rank's update
 
     def begin(self, tally: Tally) -> Tally:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.adam import Fold
 from . import checks, hooks
 from .scalars import Tally
-
-if TYPE_CHECKING:
-    from ..kernels.adam import Fold
 
 # Counts are sums of n/M; two that should be equal may differ by rounding.
 _ROUNDING = 1 + 1e-9

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
 
 
-def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> ModuleType | None:
+def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> Any:
     """Return a module of a kernel's package that needs Triton, and a GPU if not `anywhere`; None where these lack."""
     if anywhere or torch.cuda.is_available():
         with suppress(ImportError):

@@ -22,37 +22,21 @@ if TYPE_CHECKING:
 # A model -> the parameters that its forward and backward really use, by name; None for a model it does not know.
 Source = Callable[[nn.Module], Iterable[tuple[str, Tensor]] | None]
 
-_sources: list[Source] = []
-trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+sources: list[Source] = []  # asked for the parameters of each model: FSDP2 computes with others than the module holds
+trusted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # each a `DistributedDataParallel` that reduces no gradients
 
 
 class Open:
     """The open context: the process's, since backwards may run in threads of their own."""
 
-    mini_batch: ClassVar[MiniBatch | None] = None
+    mini_batch: ClassVar[MiniBatch | None] = None  # the one under way
     lock: ClassVar[Lock] = Lock()  # held from the opening of a context to its end
-
-
-def current() -> MiniBatch | None:
-    """The mini-batch under way; None where no context is open."""
-    return Open.mini_batch
-
-
-def register_source(source: Source) -> None:
-    """Ask `source` for the parameters of each model from now on: FSDP2 computes with others than the module holds."""
-    if source not in _sources:
-        _sources.append(source)
 
 
 def source_of(model: nn.Module) -> Iterable[tuple[str, Tensor]] | None:
     """What the first source that knows the model says its parameters are; None where none does."""
-    answers = (source(model) for source in _sources)
+    answers = (source(model) for source in sources)
     return next((found for found in answers if found is not None), None)
-
-
-def trust(module: nn.Module) -> None:
-    """Let a `DistributedDataParallel` pass that no longer reduces gradients."""
-    trusted.add(module)
 
 
 def has_square(p: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..fold import pair
 from ..kernels.ops import operator
-from .exchange import current
+from .exchange import Open
 from .groups import UnsupportedUse
 from .weight import Entry
 
@@ -88,7 +88,7 @@ class Sink:
 
 def sink() -> Sink:
     """The sink of the open context."""
-    mini = current()
+    mini = Open.mini_batch
     if mini is None or mini.sink is None:
         raise RuntimeError("a backward of one_pass(..., into=opt) ran after its context was closed; call it inside")
     return mini.sink

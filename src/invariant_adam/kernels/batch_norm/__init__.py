@@ -10,7 +10,7 @@ statistic in a row, ρ ← (1−α)ρ + α s_k, are ρ ← keep·ρ + Σ_k gain�
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -48,41 +48,27 @@ def takes_fused(x: Tensor, kappa: int) -> bool:
 
 def statistics(
     x: Tensor, kappa: int, eps: float, running_mean: Tensor | None, running_var: Tensor | None, how: Running,
-    tracked: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """μ and r, each (κ, C); the running statistics are updated κ times, the variance unbiased.
+    tracked: Tensor | None = None, affine: tuple[Any, Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """μ and r, each (κ, C), and None; the running statistics are updated κ times, the variance unbiased.
 
-    `tracked`, the count of updates, has seen one of them already.
+    `tracked`, the count of updates, has seen one of them already. With w and b in `affine`, y is made by the same call
+    where Triton serves. In a compiled graph they stay apart: it fuses what the kernels do not.
     """
+    served = takes_fused(x, kappa)
+    if affine is not None and served and not is_compiling():
+        return fused.forward(x, kappa, eps, running_mean, running_var, *how, tracked, *affine)
     if tracked is not None:
         tracked.add_(kappa - 1)
-    if fused is None or not takes_fused(x, kappa):
-        return plain.statistics(x, kappa, eps, running_mean, running_var, *how)
-    call = fused.statistics_op if is_compiling() else fused.statistics
-    mean, rstd = call(x, kappa, eps, running_mean, running_var, *how)
-    return mean, rstd
-
-
-def forward(
-    x: Tensor, kappa: int, eps: float, running_mean: Tensor | None, running_var: Tensor | None, how: Running,
-    tracked: Tensor | None, w: Tensor | None, b: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
-    """μ, r and y by one call for `statistics` and `normalise`; None, and nothing is done, where Triton does not serve.
-
-    In a compiled graph they stay apart: it fuses what the kernels do not.
-    """
-    if fused is None or not takes_fused(x, kappa) or is_compiling():
-        return None
-    mean, rstd, y = fused.forward(x, kappa, eps, running_mean, running_var, *how, tracked, w, b)
-    return mean, rstd, y
+    call = plain.statistics if not served else fused.statistics_op if is_compiling() else fused.statistics
+    return *call(x, kappa, eps, running_mean, running_var, *how), None
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """y, in the dtype and memory format of x."""
-    if fused is None or not takes_fused(x, mean.shape[0]):
+    if not takes_fused(x, mean.shape[0]):
         return plain.normalise(x, mean, rstd, w, b)
-    y: Tensor = (fused.normalise_op if is_compiling() else fused.normalise)(x, mean, rstd, w, b)
-    return y
+    return (fused.normalise_op if is_compiling() else fused.normalise)(x, mean, rstd, w, b)
 
 
 def backward(
@@ -92,8 +78,7 @@ def backward(
 
     Without `shares` the sums may be left out.
     """
-    if fused is None or not takes_fused(x, mean.shape[0]):
+    if not takes_fused(x, mean.shape[0]):
         return plain.backward(g, x, mean, rstd, w, c, shares)
     operands = (g, x, mean, rstd, w, c)
-    dx, sums, pairs = fused.backward_op(*operands) if is_compiling() else fused.backward(*operands, shares)
-    return dx, sums, pairs
+    return fused.backward_op(*operands) if is_compiling() else fused.backward(*operands, shares)

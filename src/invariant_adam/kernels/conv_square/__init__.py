@@ -26,7 +26,6 @@ def takes_fused(G: Tensor, X: Tensor, geo: Geometry) -> bool:
 def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW and S, each of the weight's shape; c (κ,) weighs the squares."""
     X = X if X.dtype == G.dtype else X.to(G.dtype)
-    if fused is None or not takes_fused(G, X, geo):
+    if not takes_fused(G, X, geo):
         return plain.conv_square(G, X, geo, c)
-    dW, S = fused.conv_square_op(G, X, c, *geo) if is_compiling() else fused.conv_square(G, X, geo, c)
-    return dW, S
+    return fused.conv_square_op(G, X, c, *geo) if is_compiling() else fused.conv_square(G, X, geo, c)

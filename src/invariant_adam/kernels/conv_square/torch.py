@@ -28,7 +28,7 @@ def conv_backward(
     G: Tensor, X: Tensor, weight: Tensor, geo: Geometry, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The library's gradients of a convolution: input, weight and bias, those that `mask` asks for."""
-    return torch.ops.aten.convolution_backward.default(  # type: ignore[no-any-return]
+    return torch.ops.aten.convolution_backward.default(
         G, X, weight, [weight.shape[0]], geo.stride, geo.padding, geo.dilation, geo.transposed, geo.output_padding,
         geo.groups, mask,
     )  # fmt: skip

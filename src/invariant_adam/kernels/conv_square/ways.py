@@ -109,7 +109,6 @@ def _product(task: Task) -> None:
     g, x = matrices(task)
     d, s = (as_matrix(t, task.geo) for t in (task.D, task.S))
     if task.into is not None:
-        assert products.fused is not None
         products.fused.gemm_square(g, x, task.c, into=task.into._replace(exp_avg=d, exp_avg_sq=s))
         return
     _copy(task._replace(D=d, S=s), products.gemm_square(g, x, task.c))
@@ -328,4 +327,5 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
 )
 def conv_square_op(G: Tensor, X: Tensor, c: Tensor | None, *geo: Any) -> tuple[Tensor, Tensor]:
     """`conv_square` as an operator; of the fields of a `Geometry`, tuples come as lists."""
-    return conv_square(G, X, Geometry(*(tuple(x) if isinstance(x, list) else x for x in geo)), c)
+    fields: list[Any] = [tuple(x) if isinstance(x, list) else x for x in geo]
+    return conv_square(G, X, Geometry(*fields), c)

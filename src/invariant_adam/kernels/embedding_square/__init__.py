@@ -25,7 +25,6 @@ def takes_fused(ids: Tensor, G: Tensor, rows: int) -> bool:
 
 def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (V, D) and S (V, D) for ids (κ, R), G (κ, R, D) and a table of `rows` = V rows; c (κ,) weighs the squares."""
-    if fused is None or not takes_fused(ids, G, rows):
+    if not takes_fused(ids, G, rows):
         return plain.embedding_square(ids, G, rows, c)
-    dW, S = (fused.embedding_square_op if is_compiling() else fused.embedding_square)(ids, G, rows, c)
-    return dW, S
+    return (fused.embedding_square_op if is_compiling() else fused.embedding_square)(ids, G, rows, c)

@@ -29,7 +29,6 @@ def takes_fused(G: Tensor) -> bool:
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
     X = X.to(G.dtype)
-    if fused is None or not takes_fused(G):
+    if not takes_fused(G):
         return plain.gemm_square(G, X, c)
-    dW, S = (fused.gemm_square_op if is_compiling() else fused.gemm_square)(G, X, c)
-    return dW, S
+    return (fused.gemm_square_op if is_compiling() else fused.gemm_square)(G, X, c)

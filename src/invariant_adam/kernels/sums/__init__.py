@@ -26,15 +26,9 @@ def takes_fused(G: Tensor) -> bool:
 
 def row_sums(G: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The sums of each group (κ, C), and the pair (2, C): their sum and the sum of their squares."""
-    if fused is None or not takes_fused(G):
-        return plain.row_sums(G, c)
-    each, pair = fused.row_sums(G, c)
-    return each, pair
+    return (fused if takes_fused(G) else plain).row_sums(G, c)
 
 
 def norm_sums(G: Tensor, X: Tensor, mean: Tensor, rstd: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The sums e and a of each group (κ, 2, C), and the pairs (4, C) of weight and bias; mean and rstd are (κ, R)."""
-    if fused is None or not takes_fused(G) or not fused.serves(X):
-        return plain.norm_sums(G, X, mean, rstd, c)
-    each, pairs = fused.norm_sums(G, X, mean, rstd, c)
-    return each, pairs
+    return (fused if takes_fused(G) and fused.serves(X) else plain).norm_sums(G, X, mean, rstd, c)

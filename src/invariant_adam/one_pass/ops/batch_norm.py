@@ -84,7 +84,7 @@ def _ghost(
     groups, (w, b) = use.groups, [weight.value for weight in use.weights]
     uses = None if running_mean is None or cumulative else _uses(mini, running_mean)
     own = (running_mean, running_var) if not uses else (None, None)
-    found, rows, made = [], [], None
+    found, rows, affine = [], [], (w, b) if len(groups.stretches) == 1 else None
     for stretch, xs in zip(groups.stretches, groups.pieces(x.detach()), strict=True):
         kappa = stretch.hi - stretch.lo
         each = xs.numel() // (xs.shape[1] * kappa)  # values per channel
@@ -99,16 +99,15 @@ def _ghost(
             if tracked is not None:
                 tracked.add_(1)  # of the first stretch's, the module has counted one itself
         how = kernels.running(momentum, kappa, cumulative)
-        both = kernels.forward(xs, kappa, eps, *own, how, tracked, w, b) if len(groups.stretches) == 1 else None
-        found.append(both[:2] if both else kernels.statistics(xs, kappa, eps, *own, how, tracked))
-        made = (both[2],) if both else None
+        found.append(kernels.statistics(xs, kappa, eps, *own, how, tracked, affine))
         rows.append((kappa, each))
-    new = Statistics(join([mean for mean, _ in found]), join([rstd for _, rstd in found]), rows)
+    means, rstds, (made, *_) = zip(*found, strict=True)
+    new = Statistics(join(means), join(rstds), rows)
     if uses is not None:
         uses.append(new)
         if len(uses) > 1 and running_mean is not None and running_var is not None:
             _interleave(uses, running_mean, running_var, momentum, eps)
-    return base.call(GhostNorm, x, use, new.mean, new.rstd, made)
+    return base.call(GhostNorm, x, use, new.mean, new.rstd, None if made is None else (made,))
 
 
 class Statistics(NamedTuple):

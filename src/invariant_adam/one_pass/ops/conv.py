@@ -28,8 +28,8 @@ def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> No
         if entry is None:
             return
         X = X.to(G.dtype)
-        fused = kernels.fused
-        if fused is not None and kernels.takes_fused(G, X, geo):
+        if kernels.takes_fused(G, X, geo):
+            fused = kernels.fused
             config = fused.best(G, X, geo, c)
             target = taker.target(entry) if fused.folds(config, G, geo, entry.param) else None
             if target is not None:

@@ -25,12 +25,11 @@ def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         entry = taker.claim(key)
         if entry is None:
             return
-        p, fused = entry.param, kernels.fused
-        if fused is not None and kernels.takes_fused(G) and p.is_contiguous():
-            target = taker.target(entry)
-            if target is not None:
-                fused.gemm_square(G, X.to(G.dtype), c, into=target)
-                return
+        p = entry.param
+        target = taker.target(entry) if kernels.takes_fused(G) and p.is_contiguous() else None
+        if target is not None:
+            kernels.fused.gemm_square(G, X.to(G.dtype), c, into=target)
+            return
         dW, S = kernels.gemm_square(G, X, c)
         taker.fold(entry, dW.view(p.shape), S.view(p.shape))
 
