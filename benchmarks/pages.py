@@ -300,6 +300,20 @@ def outcome(result):
     return f"{apart}. {whole}. The loss on held-out text is {result['loss']:.6f} in both."
 
 
+def tokens_rows():
+    from token_weights import NORMALISERS
+
+    yield "| each loss is a sum over its tokens, divided by | tokens | κ = 4 | κ = 16 |"
+    yield "|---|---|---|---|"
+    for row in load("token_weights")["rows"]:
+        what = NORMALISERS[row["normaliser"]]
+        if row["betas"] != [0.9, 0.99]:
+            what += f", betas {tuple(row['betas'])}"
+        if row["grow"]:
+            what += "; each update at most a tenth of the samples seen before it"
+        yield f"| {what} | {row['lengths']} | {row['kappa 4']:.1%} | {row['kappa 16']:.1%} |"
+
+
 def kills_rows():
     for mode in ("ddp", "fsdp2"):
         for name, result, rows in measured(f"faults_kills_{mode}"):
@@ -433,6 +447,7 @@ def lab_rows():
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows, "lab": lab_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
+    "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/kernels.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
     "docs/distributed_results.md": {
         "table": distributed_rows,
