@@ -41,7 +41,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, to: Tensor) -> Tensor:
         to, order = to.flatten().sort()
-        offs = torch.searchsorted(to, torch.arange(E), right=True).int()
+        offs = torch.searchsorted(to, torch.arange(E, device=to.device), right=True).int()
         dropped = (to == E)[:, None]
         rows = self.inp(x).flatten(0, 1)[order].masked_fill(dropped, 0)
         rows = self.product(rows, self.up.mT, offs=offs).masked_fill(dropped, 0).tanh()
@@ -99,6 +99,16 @@ def test_many_rows_of_a_group(product) -> None:
     model = Experts(product)
     x = torch.randn(6, 45, D, dtype=model.up.dtype)
     assert_exact(model, (x, torch.randint(0, E, (6, 45))), loss, 2, tol=SINGLE if product is F.grouped_mm else 1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 3, 5])
+@pytest.mark.parametrize("which", ROUTES)
+def test_on_the_gpu_in_bfloat16(which: str, M: int) -> None:
+    torch.manual_seed(0)
+    model = Experts().to("cuda", torch.bfloat16)
+    x, to = batch_of(Experts(), which)
+    assert_exact(model, (x.to("cuda", torch.bfloat16), to.cuda()), loss, M, tol=5e-2)  # a bfloat16 has 8 bits
 
 
 def test_the_forward_is_the_models_own_to_the_bit(product) -> None:
