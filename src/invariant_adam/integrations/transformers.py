@@ -11,7 +11,7 @@ import json
 import math
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,8 @@ class InvariantAdamMixin(_Trainer):
 
     def _refuse(self) -> None:
         """Refuse what cannot be exact, before a sample is seen."""
-        args, M = self.args, self.micro_batch_size
-        per_device = args.per_device_train_batch_size
+        args: Any = self.args
+        M, per_device = self.micro_batch_size, args.per_device_train_batch_size
         if not self.one_pass and per_device != M:
             raise ValueError(
                 f"micro_batch_size={M}, and a training step has per_device_train_batch_size={per_device} samples; make "
@@ -187,9 +187,11 @@ class InvariantAdamMixin(_Trainer):
             return super().create_scheduler(num_training_steps, optimizer)
         if self._resumed is None:
             self.progress.start = opt.samples_seen
-        factor, start = schedule.lr_lambdas[0], self.progress.start
-        self.lr_scheduler = SampleLambdaLR(opt, lambda samples: factor((samples - start) / size))
-        return self.lr_scheduler
+        factor: Callable[[float], float] = schedule.lr_lambdas[0]  # type: ignore[assignment]
+        start = self.progress.start
+        in_samples: Any = SampleLambdaLR(opt, lambda samples: factor((samples - start) / size))
+        self.lr_scheduler = in_samples
+        return in_samples
 
     # ---------------------------------------------------------------- windows and micro-batches
 
@@ -220,7 +222,7 @@ class InvariantAdamMixin(_Trainer):
         opt, n = self.invariant_adam, self.window.take()
         if not self.one_pass and n > self.micro_batch_size:
             raise ValueError(
-                f"a training step has {n} samples, more than micro_batch_size={self.micro_batch_size}; set one_pass=True"
+                f"a training step has {n} samples, and micro_batch_size={self.micro_batch_size}; set one_pass=True"
             )
         # The trainer divides by these. It must not: a factor would be squared.
         steps, self.current_gradient_accumulation_steps = self.current_gradient_accumulation_steps, 1
@@ -292,7 +294,7 @@ class InvariantAdamMixin(_Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on from a checkpoint, at whatever batch size: no sample is lost, and none is seen twice."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call]
             if resume_from_checkpoint is None:
                 raise ValueError(f"output_dir={self.args.output_dir!r} has no checkpoint to resume from")
         self._passed = 0
@@ -417,14 +419,17 @@ class _Events(TrainerCallback):
             return control
         trainer.invariant_adam.step()
         state.global_step += 1
-        return trainer.callback_handler.on_step_end(args, state, control)
+        ended: TrainerControl = trainer.callback_handler.on_step_end(args, state, control)
+        return ended
 
 
 def _mirror(checkpoint: Path, folder: Path) -> Path:
     """Make `folder` look like a checkpoint, with a state of its own; return that."""
     state = checkpoint / _STATE
     if not state.is_file():
-        raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} has no {_STATE}: it is no checkpoint of a Trainer")
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} has no {_STATE}: it is no checkpoint of a Trainer"
+        )
     text = state.read_text(encoding="utf-8")
     if InvariantProgress.__name__ not in json.loads(text)["stateful_callbacks"]:
         raise ValueError(
