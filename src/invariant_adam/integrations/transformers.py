@@ -92,8 +92,12 @@ class InvariantAdamMixin(_Trainer):
                 f"max_grad_norm={args.max_grad_norm} clips each micro-batch gradient, and one pass never has them "
                 "apart; set max_grad_norm=0, or one_pass=False"
             )
-        if self.one_pass and self.is_fsdp_enabled:
-            raise ValueError("one_pass=True cannot check a model that FSDP shards; use DDP, or one_pass=False")
+        if self.is_fsdp_enabled and (self.one_pass or args.max_grad_norm):
+            raise ValueError(
+                f"one_pass={self.one_pass} and max_grad_norm={args.max_grad_norm} with FSDP: a sharded model cannot be "
+                "checked for one pass, and no rank has a whole gradient to clip; set one_pass=False and "
+                "max_grad_norm=0, or use DDP"
+            )
         if args.optim not in ("adamw_torch", "adamw_torch_fused") or args.optim_args:
             raise ValueError(
                 f"optim={str(args.optim)!r} with optim_args={args.optim_args!r} asks for another optimizer; leave them "
@@ -175,9 +179,8 @@ class InvariantAdamMixin(_Trainer):
         if self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         opt = unwrap(optimizer or self.optimizer)
-        held = {id(p) for group in opt.param_groups for p in group["params"]}
-        for p in [p for p in opt.state if id(p) not in held]:  # what FSDP2 has replaced
-            del opt.state[p]
+        if self.is_fsdp_enabled:
+            _replace(opt)
         size = opt.tuned_batch_size or self.micro_batch_size
         total = self._total or num_training_steps * self.get_total_train_batch_size(self.args)
         steps = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)  # what reads the schedule in steps
@@ -273,7 +276,10 @@ class InvariantAdamMixin(_Trainer):
     def _own_means(self, model: nn.Module) -> list[tuple[Any, str, OwnMeans]]:
         """Where the trainer and the model have their losses, and what stands there in one pass: always the same."""
         if not self._means:
-            places = [(module, "loss_function") for module in model.modules() if isinstance(module, PreTrainedModel)]
+            models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+            # The outermost, and others that have a loss of their own: to ask the rest for one makes it warn.
+            losses = [one for i, one in enumerate(models) if not i or getattr(one, "loss_type", None) is not None]
+            places: list[tuple[Any, str]] = [(one, "loss_function") for one in losses]
             own = [(self, name) for name in ("compute_loss_func", "label_smoother") if getattr(self, name) is not None]
             self._means = [
                 (owner, name, OwnMeans(getattr(owner, name), self.micro_batch_size)) for owner, name in places + own
@@ -421,6 +427,14 @@ class _Events(TrainerCallback):
         state.global_step += 1
         ended: TrainerControl = trainer.callback_handler.on_step_end(args, state, control)
         return ended
+
+
+def _replace(opt: InvariantAdam) -> None:
+    """Give the parameters that FSDP2 has put in the place of others their state: a checkpoint is loaded into it."""
+    held = {id(p) for group in opt.param_groups for p in group["params"]}
+    for p in [p for p in opt.state if id(p) not in held]:
+        del opt.state[p]
+    opt.queue.bind()
 
 
 def _mirror(checkpoint: Path, folder: Path) -> Path:
