@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from plain_loop import M, Sentences, gpt2, llama
 from torch.distributed.tensor import DTensor
-from trainer_runs import InOrder, OrderedTrainer, arguments, trained
+from trainer_runs import NEW, InOrder, OrderedTrainer, arguments, trained
 from transformers import Trainer
 
 from invariant_adam.integrations.transformers import InvariantAdamMixin
@@ -67,7 +67,8 @@ def replicated(folder):
         trainer = trained(gpt2(), arguments(folder / name, **changed), data, OrderedTrainer, **options)
         leave(trainer, folder / f"{name}.pt")
     resume = str(folder / "ddp" / "checkpoint-3")
-    leave(trained(gpt2(), arguments(folder, 1), data, resume=resume), folder / "gone on.pt")
+    if NEW:
+        leave(trained(gpt2(), arguments(folder, 1), data, resume=resume), folder / "gone on.pt")
 
 
 def sharded(folder):

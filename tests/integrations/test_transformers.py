@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("accelerate")
 
 from plain_loop import TUNED, M, Sentences, Stream, assert_equal_runs, gpt2, llama, optimizer_of, train_plainly, windows
-from trainer_runs import InOrder, arguments, assert_is_plain, logged, summed, trained
+from trainer_runs import DIGITS, InOrder, arguments, assert_is_plain, logged, summed, trained
 from transformers import Trainer, TrainerCallback
 
 import invariant_adam as ia
@@ -25,7 +25,7 @@ def test_it_is_the_plain_loop(tmp_path, build, accumulation, samples, unequal):
     trainer = trained(build(), arguments(tmp_path, accumulation, logging_strategy="steps", logging_steps=1), data)
     losses = assert_is_plain(trainer, build, data, windows(range(samples), accumulation) * 3)
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert [log["loss"] for log in logs] == pytest.approx(losses, abs=1e-6)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, abs=DIGITS)
     assert trainer.state.global_step == len(losses)
     last = len(windows(range(samples), accumulation)[-1]) - (0.5 if samples == 58 else 0)
     assert (logs[-1]["kappa"], logs[-1]["rho"]) == (last, last * M / TUNED)
@@ -49,7 +49,7 @@ def test_a_loss_function_of_ones_own(tmp_path, accumulation):
         compute_loss_func=summed,
     )
     losses = assert_is_plain(trainer, gpt2, data, windows(range(58), accumulation) * 3)
-    assert logged(trainer) == pytest.approx(losses, abs=1e-6)
+    assert logged(trainer) == pytest.approx(losses, abs=DIGITS)
 
 
 class Doubled(InOrder, Trainer):
@@ -96,7 +96,7 @@ def test_a_dataset_without_a_length_leaves_nothing_for_the_next_epoch(tmp_path, 
     trainer = trained(llama(), args, Stream(data))
     losses = assert_is_plain(trainer, llama, data, epoch * 3)
     assert trainer.state.global_step == len(losses)
-    assert logged(trainer) == pytest.approx(losses, abs=1e-6)
+    assert logged(trainer) == pytest.approx(losses, abs=DIGITS)
 
 
 class Stop(TrainerCallback):

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("accelerate")
 
 from plain_loop import Sentences, gpt2, llama, optimizer_of, train_plainly, windows
-from trainer_runs import arguments, assert_is_plain, trained
+from trainer_runs import NEW, arguments, assert_is_plain, trained
 
 HERE = Path(__file__).parent
 # Of 58 samples Accelerate makes 64 for two ranks: both have as many batches, and all have four samples.
@@ -53,8 +53,9 @@ def test_replicas_are_one_process(tmp_path):
     plan = windows(SEEN, 4) * 3
     for name, options in (("ddp", {}), ("clipped", {"max_micro_norm": 0.2, "fold": "call"}), ("one pass", {})):
         assert_left_is_plain(folder / f"{name}.pt", gpt2, data, plan, **options)
-    after = windows(SEEN[48:], 2) + windows(SEEN, 2) * 2
-    assert_left_is_plain(folder / "gone on.pt", gpt2, data, plan[:3] + after)
+    if NEW:  # older ones cannot load on several ranks without a GPU
+        after = windows(SEEN[48:], 2) + windows(SEEN, 2) * 2
+        assert_left_is_plain(folder / "gone on.pt", gpt2, data, plan[:3] + after)
     # One rank goes on with what two began.
     checkpoint = str(folder / "ddp" / "checkpoint-3")
     trainer = trained(gpt2(), arguments(tmp_path, 3), data, resume=checkpoint)
@@ -62,6 +63,7 @@ def test_replicas_are_one_process(tmp_path):
     assert_is_plain(trainer, gpt2, data, plan[:3] + alone)
 
 
+@pytest.mark.skipif(not NEW, reason="FSDP is supported with transformers 5")
 def test_shards_are_one_process(tmp_path):
     folder, data = ranks("sharded", tmp_path), Sentences(58, unequal=True)
     plan = windows(SEEN, 4) * 3

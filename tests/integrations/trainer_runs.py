@@ -11,6 +11,8 @@ from transformers import TrainingArguments
 from invariant_adam.integrations.transformers import InvariantTrainer
 
 transformers.utils.logging.set_verbosity_error()
+NEW = transformers.__version__ >= "5"  # older ones log four digits of a loss
+DIGITS = 1e-5 if NEW else 1e-4
 
 
 def arguments(folder, accumulation=1, **changed):

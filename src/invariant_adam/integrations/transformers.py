@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
@@ -91,6 +92,10 @@ class InvariantAdamMixin(_Trainer):
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm} clips each micro-batch gradient, and one pass never has them "
                 "apart; set max_grad_norm=0, or one_pass=False"
+            )
+        if self.is_fsdp_enabled and int(transformers.__version__.split(".")[0]) < 5:
+            raise ValueError(
+                f"FSDP is supported with transformers 5, and this is {transformers.__version__}; update it"
             )
         if self.is_fsdp_enabled and (self.one_pass or args.max_grad_norm):
             raise ValueError(
@@ -308,7 +313,7 @@ class InvariantAdamMixin(_Trainer):
             self.progress.epoch = self.progress.samples = 0
             return super().train(None, *args, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
-            self._resumed = _mirror(Path(resume_from_checkpoint), Path(folder))
+            self._resumed = _mirror(Path(resume_from_checkpoint), Path(folder), self.args.train_batch_size)
             try:
                 return super().train(folder, *args, **kwargs)
             finally:
@@ -349,7 +354,6 @@ class InvariantAdamMixin(_Trainer):
         if self.args.ignore_data_skip:
             windows = self._passed = 0
         saved["global_step"] = progress.epoch * updates + windows
-        saved["train_batch_size"] = self.args.train_batch_size
         state.write_text(json.dumps(saved), encoding="utf-8")
 
     @property
@@ -437,15 +441,19 @@ def _replace(opt: InvariantAdam) -> None:
     opt.queue.bind()
 
 
-def _mirror(checkpoint: Path, folder: Path) -> Path:
-    """Make `folder` look like a checkpoint, with a state of its own; return that."""
+def _mirror(checkpoint: Path, folder: Path, train_batch_size: int) -> Path:
+    """Make `folder` look like a checkpoint, with a state of its own; return that.
+
+    Args:
+        train_batch_size: of this run; transformers 4 would take the checkpoint's.
+    """
     state = checkpoint / _STATE
     if not state.is_file():
         raise ValueError(
             f"resume_from_checkpoint={str(checkpoint)!r} has no {_STATE}: it is no checkpoint of a Trainer"
         )
-    text = state.read_text(encoding="utf-8")
-    if InvariantProgress.__name__ not in json.loads(text)["stateful_callbacks"]:
+    saved = json.loads(state.read_text(encoding="utf-8"))
+    if InvariantProgress.__name__ not in saved["stateful_callbacks"]:
         raise ValueError(
             f"{str(checkpoint)!r} was not written by a trainer with InvariantAdamMixin, so that its place in the data "
             "is not known in samples; load its weights with from_pretrained() and begin a new run"
@@ -454,7 +462,7 @@ def _mirror(checkpoint: Path, folder: Path) -> Path:
         if path.name != _STATE:
             (folder / path.name).symlink_to(path.resolve(), target_is_directory=path.is_dir())
     mirrored = folder / _STATE
-    mirrored.write_text(text, encoding="utf-8")
+    mirrored.write_text(json.dumps(saved | {"train_batch_size": train_batch_size}), encoding="utf-8")
     return mirrored
 
 
