@@ -87,18 +87,19 @@ def exempt(name):
     return "bias" in name or "norm" in name or "ln_" in name
 
 
-def train_plainly(model, opt, data, plan, loss=None, announced=None):
+def train_plainly(model, opt, data, plan, loss=None, announced=()):
     """Run the loop of the guide over windows of micro-batches of indices; return the mean losses of its updates.
 
     Args:
         loss: model and batch -> the loss; by default the model's own.
-        announced: index of a window -> κ, where it was expected to be larger than it became.
+        announced: index of a window -> κ, where it was expected to be larger than it became; None: nothing is.
     """
     model.train()
     losses = []
     for index, window in enumerate(plan):
         n = sum(map(len, window))
-        opt.expect((announced or {}).get(index, n / M))
+        if announced is not None:
+            opt.expect(dict(announced).get(index, n / M))
         mean = 0.0
         for indices in window:
             batch = data.batch(indices)

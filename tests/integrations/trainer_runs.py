@@ -54,7 +54,7 @@ def trained(model, args, data, cls=OrderedTrainer, resume=None, **options):
     return trainer
 
 
-def assert_is_plain(trainer, build, data, plan, loss=None, announced=None, **options):
+def assert_is_plain(trainer, build, data, plan, loss=None, announced=(), **options):
     """Hold a trainer against the loop over the windows of `plan`; return the losses of the loop's updates."""
     model = build()
     opt = optimizer_of(model, **options)

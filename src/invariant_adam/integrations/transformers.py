@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..one_pass import one_pass as opened
 from ..optimizer import InvariantAdam
 from ..schedules import SampleLambdaLR
-from .window import Counting, OwnMeans, Window, batch_size, unwrap
+from .window import Counting, OwnMeans, Window, batch_size, follow_parameters, unwrap
 
 _STATE = "trainer_state.json"
 _IGNORED = -100  # the label of a token that has no loss
@@ -185,7 +185,7 @@ class InvariantAdamMixin(_Trainer):
             return super().create_scheduler(num_training_steps, optimizer)
         opt = unwrap(optimizer or self.optimizer)
         if self.is_fsdp_enabled:
-            _replace(opt)
+            follow_parameters(opt)
         size = opt.tuned_batch_size or self.micro_batch_size
         total = self._total or num_training_steps * self.get_total_train_batch_size(self.args)
         steps = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)  # what reads the schedule in steps
@@ -431,14 +431,6 @@ class _Events(TrainerCallback):
         state.global_step += 1
         ended: TrainerControl = trainer.callback_handler.on_step_end(args, state, control)
         return ended
-
-
-def _replace(opt: InvariantAdam) -> None:
-    """Give the parameters that FSDP2 has put in the place of others their state: a checkpoint is loaded into it."""
-    held = {id(p) for group in opt.param_groups for p in group["params"]}
-    for p in [p for p in opt.state if id(p) not in held]:
-        del opt.state[p]
-    opt.queue.bind()
 
 
 def _mirror(checkpoint: Path, folder: Path, train_batch_size: int) -> Path:

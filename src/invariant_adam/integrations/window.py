@@ -30,6 +30,17 @@ def unwrap(optimizer: Any) -> InvariantAdam:
     return found
 
 
+def follow_parameters(opt: InvariantAdam) -> None:
+    """Give state to the parameters that Accelerate has put in the place of others for FSDP2, and forget those.
+
+    A checkpoint is loaded into that state: it must be there before.
+    """
+    held = {id(p) for group in opt.param_groups for p in group["params"]}
+    for p in [p for p in opt.state if id(p) not in held]:
+        del opt.state[p]
+    opt.queue.bind()
+
+
 class Counting:
     """A collate function that also says how many samples it was given.
 
