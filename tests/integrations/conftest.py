@@ -1,1 +1,1 @@
-collect_ignore = ["hf_ranks.py"]  # a script for ranks, which needs Accelerate
+collect_ignore = ["trainer_ranks.py"]  # a script for ranks, which needs Accelerate

@@ -1,6 +1,6 @@
-"""What a rank does in a test of Trainer on several processes: it trains, and rank 0 leaves weights and v in a file.
+"""What a rank does in a test of trainers on several processes: it trains, and rank 0 leaves weights and v in a file.
 
-torchrun --nproc-per-node=2 hf_ranks.py replicated folder
+torchrun --nproc-per-node=2 trainer_ranks.py replicated folder
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from plain_loop import M, Sentences, gpt2, llama
+from plain_loop import M, Sentences, Stream, gpt2, llama, optimizer_of
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler
 from trainer_runs import NEW, InOrder, OrderedTrainer, arguments, trained
 from transformers import Trainer
 
 from invariant_adam.integrations.transformers import InvariantAdamMixin
+from invariant_adam.integrations.window import unwrap
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 
@@ -41,9 +43,8 @@ def whole(t):
     return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
 
 
-def leave(trainer, path):
+def leave(opt, path):
     """Write what the plain loop is to have."""
-    opt = trainer.invariant_adam
     opt.state_dict()  # normalises the moments
     params = [p for group in opt.param_groups for p in group["params"]]
     found = {
@@ -52,7 +53,7 @@ def leave(trainer, path):
         "samples": opt.samples_seen,
         "sharded": isinstance(params[0], DTensor),
     }
-    if trainer.args.process_index == 0:
+    if torch.distributed.get_rank() == 0:
         torch.save(found, path)
 
 
@@ -65,10 +66,12 @@ def replicated(folder):
         ("one pass", {"per_device_train_batch_size": 2 * M}, {"micro_batch_size": M, "one_pass": True}),
     ):
         trainer = trained(gpt2(), arguments(folder / name, **changed), data, OrderedTrainer, **options)
-        leave(trainer, folder / f"{name}.pt")
+        leave(trainer.invariant_adam, folder / f"{name}.pt")
+    streamed = trained(gpt2(), arguments(folder, 2, max_steps=12), Stream(data))
+    leave(streamed.invariant_adam, folder / "streamed.pt")
     resume = str(folder / "ddp" / "checkpoint-3")
     if NEW:
-        leave(trained(gpt2(), arguments(folder, 1), data, resume=resume), folder / "gone on.pt")
+        leave(trained(gpt2(), arguments(folder, 1), data, resume=resume).invariant_adam, folder / "gone on.pt")
 
 
 def sharded(folder):
@@ -76,10 +79,63 @@ def sharded(folder):
     data = Sentences(58, unequal=True)
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
     args = arguments(folder / "run", 2, **fsdp, **SAVING)
-    leave(trained(llama(), args, data, InvariantShardedTrainer), folder / "fsdp.pt")
+    leave(trained(llama(), args, data, InvariantShardedTrainer).invariant_adam, folder / "fsdp.pt")
     resume = str(folder / "run" / "checkpoint-3")
     again = trained(llama(), arguments(folder, 1, **fsdp), data, InvariantShardedTrainer, resume=resume)
-    leave(again, folder / "gone on.pt")
+    leave(again.invariant_adam, folder / "gone on.pt")
+
+
+def accelerated(folder):
+    """Leave a run of Accelerate's own loop."""
+    from invariant_adam.integrations.accelerate import InvariantAccelerator
+
+    accelerator, model = InvariantAccelerator(cpu=True, gradient_accumulation_steps=2), gpt2()
+    loader = DataLoader(Sentences(58, unequal=True), batch_size=M)
+    model, opt, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    for _ in range(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss, samples=len(batch["labels"]))
+                opt.step()
+                opt.zero_grad()
+    leave(unwrap(opt), folder / "accelerated.pt")
+
+
+def lightning(folder):
+    """Leave a run of Lightning's trainer."""
+    import lightning.pytorch as pl
+
+    from invariant_adam.integrations.lightning import InvariantAdamCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = gpt2()
+
+        def training_step(self, batch, _):
+            return self.net(**batch).loss
+
+        def configure_optimizers(self):
+            return optimizer_of(self.net)
+
+        def train_dataloader(self):
+            data = Sentences(58, unequal=True)
+            return DataLoader(data, batch_size=M, sampler=DistributedSampler(data, shuffle=False))
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        use_distributed_sampler=False,
+        callbacks=[InvariantAdamCallback()],
+        enable_model_summary=False,
+        **quiet,
+    )
+    trainer.fit(Module())
+    leave(unwrap(trainer.optimizers[0]), folder / "lightning.pt")
 
 
 if __name__ == "__main__":
