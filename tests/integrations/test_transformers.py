@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("accelerate")
 
 from plain_loop import TUNED, M, Sentences, Stream, assert_equal_runs, gpt2, llama, optimizer_of, train_plainly, windows
-from trainer_runs import DIGITS, InOrder, arguments, assert_is_plain, logged, summed, trained
+from trainer_runs import DIGITS, NEW, InOrder, arguments, assert_is_plain, logged, summed, trained
 from transformers import Trainer, TrainerCallback
 
 import invariant_adam as ia
@@ -120,6 +120,17 @@ def test_a_stop_within_a_window_ends_the_update_there(tmp_path):
     assert_is_plain(again, llama, data, first + windows(order[40:], 4), announced={2: 4})
 
 
+@pytest.mark.parametrize(
+    ("changed", "samples"),
+    [({"gradient_checkpointing": True}, 58), ({"dataloader_drop_last": True}, 56), ({"dataloader_num_workers": 1}, 58)],
+    ids=["checkpointing", "drop last", "workers"],
+)
+def test_options_of_the_trainer_change_nothing(tmp_path, changed, samples):
+    data = Sentences(58)
+    trainer = trained(llama(), arguments(tmp_path, 4, **changed), data)
+    assert_is_plain(trainer, llama, data, windows(range(samples), 4) * 3)
+
+
 # ---------------------------------------------------------------- schedules
 
 
@@ -176,13 +187,18 @@ def test_a_schedule_by_a_metric_stays_one(tmp_path):
 # ---------------------------------------------------------------- what is refused, and what may be given
 
 
+BY_LENGTH = {"train_sampling_strategy": "group_by_length"} if NEW else {"group_by_length": True}
+
+
 @pytest.mark.parametrize(
     ("changed", "options", "match"),
     [
         ({}, {"micro_batch_size": 2}, "micro_batch_size=2, and a training step has per_device_train_batch_size=4"),
         ({}, {"micro_batch_size": 3, "one_pass": True}, "is no multiple of micro_batch_size=3"),
         ({"max_grad_norm": 1.0}, {"one_pass": True}, r"max_grad_norm=1.0 clips each micro-batch gradient"),
+        ({}, {"micro_batch_size": 0}, "micro_batch_size must be at least 1 sample, got 0"),
         ({"optim": "sgd"}, {}, "asks for another optimizer"),
+        (BY_LENGTH, {}, "grouping by length orders the samples by the batch size"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size cannot be used"),
         ({"accelerator_config": {"split_batches": True}}, {}, "split_batches cannot be used"),
     ],

@@ -50,6 +50,14 @@ def test_one_pass_with_label_smoothing(tmp_path):
     assert_is_plain(trainer, llama, data, windows(range(58), 4) * 3, smoothed)
 
 
+def test_each_call_of_train_may_have_a_new_model(tmp_path):
+    data = Sentences(32, unequal=True)
+    args = arguments(tmp_path, 1, per_device_train_batch_size=16)
+    trainer = trained(None, args, data, micro_batch_size=M, one_pass=True, model_init=llama)
+    trainer.train()
+    assert_is_plain(trainer, llama, data, windows(range(32), 4) * 3)
+
+
 def test_evaluation_is_the_trainer_s_own(tmp_path):
     data, model = Sentences(32, unequal=True), llama()
     args = arguments(tmp_path, 1, per_device_train_batch_size=16, per_device_eval_batch_size=32, num_train_epochs=1)

@@ -76,6 +76,14 @@ def test_a_run_that_went_on_goes_on_again(tmp_path):
     assert_is_plain(trainer, llama, data, plan)
 
 
+def test_callbacks_may_be_restored(tmp_path):
+    data, restoring = Sentences(64), {"restore_callback_states_from_checkpoint": True, "num_train_epochs": 1}
+    trained(llama(), arguments(tmp_path, 2, save_strategy="steps", save_steps=3, **restoring), data)
+    trainer = trained(llama(), arguments(tmp_path, 4, **restoring), data, resume=str(tmp_path / "checkpoint-3"))
+    assert_is_plain(trainer, llama, data, windows(range(24), 2) + windows(range(24, 64), 4))
+    assert trainer.progress.samples == 64
+
+
 def test_a_dataset_without_a_length_goes_on(tmp_path):
     data = Sentences(58)
     trained(llama(), arguments(tmp_path, 2, max_steps=5, save_strategy="steps", save_steps=3), Stream(data))

@@ -64,7 +64,8 @@ class InvariantAdamMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.micro_batch_size = micro_batch_size or self.args.per_device_train_batch_size
+        own = self.args.per_device_train_batch_size
+        self.micro_batch_size: int = own if micro_batch_size is None else micro_batch_size
         self.tuned_batch_size = tuned_batch_size
         self.one_pass = one_pass
         self.window = Window()
@@ -80,6 +81,8 @@ class InvariantAdamMixin(_Trainer):
         """Refuse what cannot be exact, before a sample is seen."""
         args: Any = self.args
         M, per_device = self.micro_batch_size, args.per_device_train_batch_size
+        if M < 1:
+            raise ValueError(f"micro_batch_size must be at least 1 sample, got {M}")
         if not self.one_pass and per_device != M:
             raise ValueError(
                 f"micro_batch_size={M}, and a training step has per_device_train_batch_size={per_device} samples; make "
@@ -308,7 +311,7 @@ class InvariantAdamMixin(_Trainer):
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call]
             if resume_from_checkpoint is None:
                 raise ValueError(f"output_dir={self.args.output_dir!r} has no checkpoint to resume from")
-        self._passed = 0
+        self._passed, self._means = 0, []  # of another model perhaps
         if not resume_from_checkpoint:
             self.progress.epoch = self.progress.samples = 0
             return super().train(None, *args, **kwargs)
