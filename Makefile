@@ -54,7 +54,8 @@ $(VENV)/lab $(VENV)/dev: $(VENV)/%: $(VENV)/torch pyproject.toml
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
 	@touch $@
 
-# The model zoos of the slow tests. Without their own wishes: torchvision would bring another torch.
+# The model zoos and trainers of the slow tests. Without their own wishes: torchvision would bring another torch.
 $(VENV)/zoo: $(VENV)/dev
 	$(PIP) install -c constraints.txt --no-deps timm torchvision
+	$(PIP) install -c constraints.txt peft trl
 	@touch $@

@@ -46,7 +46,8 @@ class DivisorWatch:
         if self.done or queue.loss_divisor != 1.0 or queue.launcher.captures:
             return
         state, kappa = queue.moments.state, queue.moments.groups[0]["kappa"]
-        if not self.params:
+        if not self.params or any(p not in state for p in self.params):
+            self.looks = []
             self.params = sorted(state, key=Tensor.numel)[:_FEW]
         if any(state[p]["kappa"] != kappa for p in self.params):  # some came in a part of the micro-batches only
             self.looks = []

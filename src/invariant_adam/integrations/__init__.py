@@ -1,0 +1,1 @@
+"""Trainers of other libraries, one file each: imported by name, since each needs its library."""

@@ -1,0 +1,105 @@
+"""Lightning with `InvariantAdam`: a callback under whose eyes each batch is one micro-batch, or several in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from ..one_pass import one_pass as opened
+from ..optimizer import InvariantAdam
+from ..unwrap import unwrap
+from .window import batch_size
+
+
+class InvariantAdamCallback(Callback):
+    """Let a Lightning `Trainer` train with the `InvariantAdam` of `configure_optimizers`, by automatic optimization.
+
+    The trainer divides each loss by `accumulate_grad_batches`, which may change at any time; the optimizer is told. It
+    is also told how large the coming update is, how many samples a short batch has, and who the other ranks are.
+
+    Args:
+        one_pass: the name of the submodule that `training_step` calls, "" for the module itself: take all micro-batches
+            of a batch in one backward. None: a batch is a micro-batch. The loss is then a mean over samples; where
+            samples differ in their tokens, `OwnMeans` (in `invariant_adam.integrations.window`) makes it one.
+        samples: batch -> its samples; by default the size of its first tensor's first dimension.
+    """
+
+    def __init__(self, *, one_pass: str | None = None, samples: Callable[[Any], int] = batch_size) -> None:
+        self.one_pass, self.samples = one_pass, samples
+        self._open: ExitStack | None = None  # what the batch at hand has opened
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be exact, before a sample is seen."""
+        if trainer.gradient_clip_val:
+            raise ValueError(
+                f"gradient_clip_val={trainer.gradient_clip_val} finds no gradient: each micro-batch is folded in its "
+                "backward; set it to None, and give InvariantAdam max_micro_norm, which clips each micro-batch"
+            )
+        if str(trainer.precision).startswith("16"):
+            raise ValueError(f'precision="{trainer.precision}" scales what InvariantAdam squares; use "bf16-mixed"')
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "automatic_optimization=False: without Lightning's own backward this callback sees nothing; leave it "
+                "out, and call invariant_adam.unwrap(self.optimizers()) in training_step for what the guide's loop does"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the ranks."""
+        if len(trainer.optimizers) != 1:
+            raise ValueError(f"one InvariantAdam is needed, and configure_optimizers gave {len(trainer.optimizers)}")
+        opt = self._optimizer(trainer)
+        if opt.micro_batch_size is None:
+            raise ValueError("InvariantAdam needs micro_batch_size, to tell short batches from whole ones")
+        if trainer.world_size > 1:
+            from .. import distributed
+
+            assert trainer.strategy.model is not None
+            distributed.prepare(trainer.strategy.model, opt)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Announce the update; open what its next micro-batches need."""
+        opt, n = self._optimizer(trainer), self.samples(batch)
+        M = opt.micro_batch_size
+        assert M is not None
+        if not opt.kappa:
+            whole = trainer.accumulate_grad_batches - batch_idx % trainer.accumulate_grad_batches
+            batches = min(whole, trainer.num_training_batches - batch_idx)
+            size = n if batches == 1 else max(n, M)  # an epoch's last batch is known to be short when it comes
+            opt.expect(batches * trainer.world_size * size / M)
+        self._open = ExitStack()
+        if self.one_pass is not None:
+            self._open.enter_context(opened(pl_module.get_submodule(self.one_pass), M, into=opt))
+        elif n != M:
+            self._open.enter_context(opt.ragged(n))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Say what the loss was divided by."""
+        self._optimizer(trainer).loss_divisor = trainer.accumulate_grad_batches
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fold what the backward left."""
+        opt = self._optimizer(trainer)
+        if not opt.queue.in_backward:
+            opt.fold()
+        self._close()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Close what a `training_step` has left open that returned None."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the model after an error, without taking what half a backward has left."""
+        if self._open is not None:
+            self._open.__exit__(type(exception), exception, exception.__traceback__)
+            self._open = None
+
+    def _close(self) -> None:
+        if self._open is not None:
+            opened, self._open = self._open, None
+            opened.close()
+
+    def _optimizer(self, trainer: Trainer) -> InvariantAdam:
+        return unwrap(trainer.optimizers[0])

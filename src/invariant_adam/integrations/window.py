@@ -1,0 +1,125 @@
+"""What all trainers need: the samples of a window, and the mean of each micro-batch.
+
+A window is what a trainer calls the batches between two of its updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ..optimizer import InvariantAdam
+
+SAMPLES = "invariant_adam_samples"  # a batch's key for one number per sample
+
+
+def follow_parameters(opt: InvariantAdam) -> None:
+    """Give state to the parameters that Accelerate has put in the place of others for FSDP2, and forget those.
+
+    A checkpoint is loaded into that state: it must be there before.
+    """
+    held = {id(p) for group in opt.param_groups for p in group["params"]}
+    for p in [p for p in opt.state if id(p) not in held]:
+        del opt.state[p]
+    opt.queue.bind()
+
+
+class Counting:
+    """A collate function that also says how many samples it was given.
+
+    The shape of a batch does not tell where sequences are packed into one row.
+
+    Args:
+        collate: list of samples -> batch.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return the batch, with one number per sample: trainers cut and join them like all other tensors."""
+        batch = self.collate(samples)
+        if isinstance(batch, MutableMapping):
+            batch[SAMPLES] = torch.ones(len(samples), dtype=torch.bool)
+        return batch
+
+
+def take_count(batch: Any) -> int:
+    """Return how many samples a batch has, and take the count of `Counting` out of it."""
+    if isinstance(batch, MutableMapping) and SAMPLES in batch:
+        return len(batch.pop(SAMPLES))
+    if "cu_seq_lens_q" in batch or ("position_ids" in batch and batch["position_ids"].shape[0] == 1):
+        raise ValueError(
+            "this batch looks like several sequences packed into one row, so that its shape does not tell how many "
+            "samples it has; let the trainer build the DataLoader, where they are counted, or turn packing off"
+        )
+    return batch_size(batch)
+
+
+def batch_size(batch: Any) -> int:
+    """Return the size of the first dimension, that of the batch's first tensor which has one."""
+    for leaf in tree_leaves(dict(batch) if isinstance(batch, MutableMapping) else batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise ValueError(f"a batch of {type(batch).__name__} has no tensor to count its samples by")
+
+
+class Window:
+    """The batches of one update, on this rank: how many samples each has."""
+
+    def __init__(self) -> None:
+        self.samples = 0  # in all batches
+        self._sizes: list[int] = []
+
+    def open(self, batches: Iterable[Any]) -> int:
+        """Begin a window of these batches; return its samples."""
+        self._sizes = [take_count(batch) for batch in batches][::-1]
+        self.samples = sum(self._sizes)
+        return self.samples
+
+    def take(self) -> int:
+        """Return how many samples the next batch has."""
+        if not self._sizes:
+            raise RuntimeError(
+                "a training step came that no window has announced: a subclass has replaced get_batch_samples() "
+                "without calling ours; call super().get_batch_samples()"
+            )
+        return self._sizes.pop()
+
+
+class OwnMeans:
+    """A loss over a mini-batch of n samples made of the losses of its micro-batches, each a mean of its own.
+
+        L = Σ_k n_k/n · loss(micro-batch k)
+
+    A mean over all tokens of the mini-batch would weight micro-batch k by its number of tokens, as no loop does.
+
+    Args:
+        loss: tensors, in whatever structure, batch first -> the loss.
+        micro_batch_size: M, samples.
+
+    >>> loss = OwnMeans(lambda x: x[x > 0].mean(), micro_batch_size=2)
+    >>> float(loss(torch.tensor([1.0, 0.0, 4.0, 6.0])))
+    3.0
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], micro_batch_size: int) -> None:
+        self.loss, self.micro_batch_size = loss, micro_batch_size
+        self.batch = 0  # samples of the last call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of the micro-batches of the arguments."""
+        leaves, structure = tree_flatten((args, kwargs))
+        n, M = batch_size(leaves), self.micro_batch_size
+        self.batch = n
+        losses = []
+        for first in range(0, n, M):
+            rows = slice(first, first + M)
+            part = [x[rows] if isinstance(x, Tensor) and x.ndim and x.shape[0] == n else x for x in leaves]
+            some, named = tree_unflatten(part, structure)
+            losses.append(self.loss(*some, **named) * (min(M, n - first) / n))
+        return torch.stack(losses).sum()

@@ -1,0 +1,1 @@
+collect_ignore = ["trainer_ranks.py"]  # a script for ranks, which needs Accelerate

@@ -1,0 +1,83 @@
+"""One pass inside of the real Trainer against the loop of the guide."""
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from plain_loop import M, Sentences, gpt2, llama, windows
+from trainer_runs import DIGITS, InOrder, arguments, assert_is_plain, logged, summed, trained
+from transformers import Trainer
+
+from invariant_adam.integrations.transformers import InvariantTrainer
+
+
+@pytest.mark.parametrize(("per_device", "accumulation"), [(4 * M, 1), (2 * M, 2)])
+@pytest.mark.parametrize(
+    ("build", "samples", "unequal", "options"),
+    [
+        (llama, 58, True, {}),
+        (gpt2, 58, True, {}),
+        (llama, 58, True, {"compute_loss_func": summed}),
+        (llama, 48, False, {}),
+    ],
+    ids=["llama", "gpt2", "loss function", "equal"],
+)
+def test_one_pass_is_the_plain_loop(tmp_path, build, samples, unequal, options, per_device, accumulation):
+    data = Sentences(samples, unequal)
+    trainer = trained(
+        build(),
+        arguments(
+            tmp_path, accumulation, per_device_train_batch_size=per_device, logging_strategy="steps", logging_steps=1
+        ),
+        data,
+        micro_batch_size=M,
+        one_pass=True,
+        **options,
+    )
+    losses = assert_is_plain(trainer, build, data, windows(range(samples), 4) * 3)
+    assert logged(trainer) == pytest.approx(losses, abs=DIGITS)
+
+
+def test_one_pass_with_label_smoothing(tmp_path):
+    data = Sentences(58, unequal=True)
+    args = arguments(tmp_path, 2, per_device_train_batch_size=2 * M, label_smoothing_factor=0.1)
+    trainer = trained(llama(), args, data, micro_batch_size=M, one_pass=True)
+
+    def smoothed(model, batch):
+        labels = batch.pop("labels")
+        return trainer.label_smoother(model(**batch), labels, shift_labels=True)
+
+    assert_is_plain(trainer, llama, data, windows(range(58), 4) * 3, smoothed)
+
+
+def test_each_call_of_train_may_have_a_new_model(tmp_path):
+    data = Sentences(32, unequal=True)
+    args = arguments(tmp_path, 1, per_device_train_batch_size=16)
+    trainer = trained(None, args, data, micro_batch_size=M, one_pass=True, model_init=llama)
+    trainer.train()
+    assert_is_plain(trainer, llama, data, windows(range(32), 4) * 3)
+
+
+def test_evaluation_is_the_trainer_s_own(tmp_path):
+    data, model = Sentences(32, unequal=True), llama()
+    args = arguments(tmp_path, 1, per_device_train_batch_size=16, per_device_eval_batch_size=32, num_train_epochs=1)
+    trainer = trained(model, args, data, micro_batch_size=M, one_pass=True, eval_dataset=data)
+    plain = Trainer(model=model, args=args, eval_dataset=data)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+
+
+class Meaning(InOrder, InvariantTrainer):
+    """Takes a mean over all tokens by itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        return summed(model(**inputs), labels)
+
+
+def test_a_mean_over_the_tokens_of_a_mini_batch_is_refused(tmp_path):
+    options = {"micro_batch_size": M, "one_pass": True, "cls": Meaning}
+    args = arguments(tmp_path, 1, per_device_train_batch_size=16)
+    with pytest.raises(ValueError, match="the labels of the micro-batches have different numbers of tokens"):
+        trained(llama(), args, Sentences(32, unequal=True), **options)
+    data = Sentences(32)
+    assert_is_plain(trained(llama(), args, data, **options), llama, data, windows(range(32), 4) * 3)
