@@ -140,5 +140,5 @@ def test_other_optimizers_are_refused():
         def configure_optimizers(self):
             return torch.optim.AdamW(self.net.parameters())
 
-    with pytest.raises(TypeError, match="this is a AdamW"):
+    with pytest.raises(TypeError, match="got AdamW"):
         fit(Plain(), Sentences(8), 1)

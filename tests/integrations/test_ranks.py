@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 from plain_loop import Sentences, gpt2, llama, optimizer_of, train_plainly, windows
 from trainer_runs import NEW, arguments, assert_is_plain, trained
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 # Of 58 samples Accelerate makes 64 for two ranks: both have as many batches, and all have four samples.
 SEEN = [*range(58), *range(6)]

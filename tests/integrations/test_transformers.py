@@ -232,7 +232,7 @@ def test_an_optimizer_may_be_given(tmp_path):
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda model: torch.optim.AdamW(model.parameters()), TypeError, "this is a AdamW"),
+        (lambda model: torch.optim.AdamW(model.parameters()), TypeError, "got AdamW"),
         (
             lambda model: ia.InvariantAdam(model.parameters()),
             ValueError,

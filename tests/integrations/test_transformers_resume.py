@@ -23,6 +23,8 @@ from transformers import Trainer
 import invariant_adam as ia
 from invariant_adam.integrations.transformers import InvariantTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def orders(tmp_path, data, epochs=2):
     """Return the order in which Trainer shuffles the samples of each epoch."""

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from invariant_adam import InvariantAdam
 from invariant_adam.fold import pair
 from invariant_adam.one_pass import UnsupportedUse, one_pass
-from invariant_adam.one_pass.exchange import current
+from invariant_adam.one_pass.exchange import Open
 
 B, T, D, V = 8, 6, 16, 11
 # torch warns about its own internals while it traces.
@@ -380,7 +380,7 @@ def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
             raise KeyboardInterrupt
         out.backward()
     assert same(before, snapshot(model)[0::2])
-    assert current() is None
+    assert Open.mini_batch is None
     assert not any(pair.is_armed(p) for p in model.parameters())
 
 
@@ -608,7 +608,7 @@ def test_usage_errors() -> None:
         one_pass(model, 1, reduction="sum", weights=torch.ones(B))
     with pytest.raises(RuntimeError, match="already open"), one_pass(model, 1), one_pass(model, 1):
         pass
-    assert current() is None
+    assert Open.mini_batch is None
     with (
         pytest.raises(UnsupportedUse, match="before the model was called"),
         one_pass(nn.ModuleList([model]), 1),

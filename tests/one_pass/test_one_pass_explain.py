@@ -8,7 +8,7 @@ from test_one_pass_models import GPT, resnet18
 from torch import nn
 
 from invariant_adam.one_pass import explain
-from invariant_adam.one_pass.exchange import current
+from invariant_adam.one_pass.exchange import Open
 
 
 def test_explains_each_parameter() -> None:
@@ -49,7 +49,7 @@ def test_explains_a_refusal() -> None:
     assert not report.supported
     assert "m.1.weight" in report.problem
     assert "refused" in str(report)
-    assert current() is None
+    assert Open.mini_batch is None
 
 
 def test_explains_keyword_arguments_and_one_micro_batch() -> None:
