@@ -59,9 +59,9 @@ def run(name, size, accumulation, compiled, length, updates, small):
     config = GPT2Config(n_positions=length, use_cache=False, **shape)
     args = TrainingArguments(
         output_dir="runs/trainer_step", per_device_train_batch_size=size, gradient_accumulation_steps=accumulation,
-        max_steps=updates, bf16=torch.cuda.is_available(), optim="adamw_torch_fused", learning_rate=1e-4, max_grad_norm=0.0,
-        torch_compile=compiled, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+        max_steps=updates, bf16=torch.cuda.is_available(), optim="adamw_torch_fused", learning_rate=1e-4,
+        max_grad_norm=0.0, torch_compile=compiled, report_to=[], save_strategy="no", logging_strategy="no",
+        disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     clock = Clock()
     what = {"model": GPT2LMHeadModel(config), "args": args, "train_dataset": Noise(config.vocab_size, length)}
