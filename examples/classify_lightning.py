@@ -33,7 +33,7 @@ def arguments():
     options = parser.parse_args()
     M = options.micro_batch
     if M < 1:
-        parser.error(f"--micro-batch {M}: must be at least 1 sample")
+        parser.error(f"--micro-batch {M} must be at least 1 sample")
     for batch in options.batch_size:
         if batch < M or batch % M:
             near = max(1, batch // M) * M
@@ -54,11 +54,11 @@ class Classifier(pl.LightningModule):
             nn.Linear(32 * 4 * 4, 10),
         )
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(self.net(x), y)  # a mean over samples
 
-    def test_step(self, batch, _):
+    def test_step(self, batch, batch_idx):
         x, y = batch
         logits = self.net(x)
         self.log("loss", F.cross_entropy(logits, y))
@@ -78,7 +78,7 @@ class Classifier(pl.LightningModule):
 
 def train(options, batch, digits):
     """Return loss and accuracy on held-out images, and the samples seen."""
-    pl.seed_everything(0, verbose=False)
+    torch.manual_seed(0)
     in_step = batch if options.one_pass else options.micro_batch
     data = TensorDataset(digits.x, digits.y)
     loader = DataLoader(data, in_step, shuffle=True, generator=torch.Generator().manual_seed(0))
