@@ -21,19 +21,23 @@ from invariant_adam.integrations.lightning import InvariantAdamCallback
 from invariant_adam_lab.demo import load_digits
 
 
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--batch-size", type=int, nargs="+", default=[8, 32, 128], help="samples per update; one run for each")
-    add("--micro-batch", type=int, default=8, help="samples whose gradient is squared together")
-    add("--tuned-batch", type=int, default=32, help="samples per update at which --lr and the betas hold")
+    add("--batch-size", type=positive, nargs="+", default=[8, 32, 128], help="samples per update; one run for each")
+    add("--micro-batch", type=positive, default=8, help="samples whose gradient is squared together")
+    add("--tuned-batch", type=positive, default=32, help="samples per update at which --lr and the betas hold")
     add("--one-pass", action="store_true", help="all micro-batches of an update in one backward")
     add("--lr", type=float, default=3e-3)
-    add("--epochs", type=int, default=4)
+    add("--epochs", type=positive, default=4)
     options = parser.parse_args()
     M = options.micro_batch
-    if M < 1:
-        parser.error(f"--micro-batch {M} must be at least 1 sample")
     for batch in options.batch_size:
         if batch < M or batch % M:
             near = max(1, batch // M) * M

@@ -2,6 +2,7 @@
 
     python examples/finetune_lora.py
     python examples/finetune_lora.py --batch-size 64
+    torchrun --standalone --nproc-per-node=2 examples/finetune_lora.py
     python examples/finetune_lora.py --model path/or/name --data texts.txt --lr 2e-4
 
 --batch-size decides the accumulation and nothing else: the loss on held-out text agrees with that of other batch sizes.
@@ -38,24 +39,28 @@ class InvariantSFTTrainer(InvariantAdamMixin, SFTTrainer):
     pass
 
 
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", help="a causal language model: its folder, or its name on the Hub (default: small, random weights)")
     add("--data", type=Path, help="a text file with an empty line after each sample (default: Python's help texts)")
-    add("--batch-size", type=int, default=16, help="samples per update, on all processes")
-    add("--micro-batch", type=int, default=4, help="samples whose gradient is squared together")
-    add("--tuned-batch", type=int, default=16, help="samples per update at which --lr, betas and warm-up hold")
+    add("--batch-size", type=positive, default=16, help="samples per update, on all processes")
+    add("--micro-batch", type=positive, default=4, help="samples whose gradient is squared together")
+    add("--tuned-batch", type=positive, default=16, help="samples per update at which --lr, betas and warm-up hold")
     add("--lr", type=float, default=2e-3, help="default: %(default)s, which suits the small model")
-    add("--rank", type=int, default=8, help="of the adapters")
-    add("--samples", type=int, default=1024, help="at most so many to train on")
-    add("--epochs", type=int, default=1)
-    add("--length", type=int, default=128, help="tokens after which a sample is cut")
+    add("--rank", type=positive, default=8, help="of the adapters")
+    add("--samples", type=positive, default=1024, help="at most so many to train on")
+    add("--epochs", type=positive, default=1)
+    add("--length", type=positive, default=128, help="tokens after which a sample is cut")
     add("--out", type=Path, default=Path("runs/finetune_lora"), help="folder of the adapters")
     options = parser.parse_args()
     together = options.micro_batch * PROCESSES
-    if options.micro_batch < 1:
-        parser.error(f"--micro-batch {options.micro_batch} must be at least 1 sample")
     if options.batch_size < together or options.batch_size % together:
         near = max(1, options.batch_size // together) * together
         parser.error(
@@ -119,6 +124,7 @@ def main():
         max_grad_norm=1.0,  # of each micro-batch
         max_length=options.length,
         bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),  # else ranks on CPUs would not know of each other
         logging_strategy="no",
         save_strategy="no",
         report_to=[],

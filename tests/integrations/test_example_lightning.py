@@ -51,7 +51,7 @@ def test_one_pass_is_the_loop(run):
     [
         (["--batch-size", "8", "12"], "--batch-size 12 is no multiple of --micro-batch 8; use 8 or 16"),
         (["--batch-size", "4"], "--batch-size 4 is no multiple of --micro-batch 8; use 8 or 16"),
-        (["--micro-batch", "0"], "--micro-batch 0 must be at least 1 sample"),
+        (["--micro-batch", "0"], "--micro-batch: must be at least 1, got 0"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(run, capsys, arguments, said):

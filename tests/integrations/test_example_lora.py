@@ -1,5 +1,7 @@
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "finetune_lora.py"
 
 
 @pytest.fixture
@@ -40,6 +43,22 @@ def test_batch_sizes_agree_and_adapters_are_saved(run, tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(run, tmp_path):
+    small = "--samples=96", "--length=16", "--batch-size=16"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLE), *small, f"--out={tmp_path / 'two'}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("16 samples per update: 2 (accumulation) × 4 (micro-batch) × 2 (processes)") == 1
+    assert losses(done.stdout, 96) == pytest.approx(losses(run(*small), 96), abs=2e-4)
+
+
 def test_a_model_and_a_text_of_ones_own(run, tmp_path):
     model, tokenizer = runpy.run_path(str(EXAMPLE))["small"]()
     model.save_pretrained(tmp_path / "model")
@@ -54,7 +73,7 @@ def test_a_model_and_a_text_of_ones_own(run, tmp_path):
     ("arguments", "said"),
     [
         (["--batch-size=10"], "--batch-size 10 is no multiple of 4, which is --micro-batch 4 × 1 processes; use 8 or"),
-        (["--micro-batch=0"], "--micro-batch 0 must be at least 1 sample"),
+        (["--micro-batch=0"], "--micro-batch: must be at least 1, got 0"),
         (["--data=nowhere.txt"], "--data nowhere.txt is no file; give a text file"),
     ],
 )
