@@ -74,6 +74,7 @@ def main():
             report_to=[],
             disable_tqdm=True,
             dataloader_pin_memory=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),  # else ranks on CPUs would not know of each other
         )
         trainer = InvariantTrainer(
             model=model,
