@@ -54,8 +54,9 @@ $(VENV)/lab $(VENV)/dev: $(VENV)/%: $(VENV)/torch pyproject.toml
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
 	@touch $@
 
-# The model zoos and trainers of the slow tests. Without their own wishes: torchvision would bring another torch.
+# The model zoos and trainers of the slow tests. The zoos without their own wishes, since torchvision would bring another
+# torch, and in a folder of their own, since other packages break on a torchvision that does not fit their torch.
 $(VENV)/zoo: $(VENV)/dev
-	$(PIP) install -c constraints.txt --no-deps timm torchvision
+	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/zoo-packages timm torchvision
 	$(PIP) install -c constraints.txt peft trl
 	@touch $@

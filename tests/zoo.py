@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,19 +113,29 @@ def image(name: str) -> nn.Module:
 _libraries: list[torch.library.Library] = []
 
 
-def zoo_module(name: str) -> Any:
-    """Import transformers or timm beside a torch without CUDA.
+def _find_packages() -> None:
+    """Put what `make test-slow` installs in a folder of its own on the path: this process alone, no other, sees it.
 
-    torchvision, which both import where it is installed, expects operators of an extension built for CUDA: declare them.
+    torchvision expects operators of an extension built for CUDA, and breaks each package that looks for it. Here they
+    are declared first.
     """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is not None and spec.submodule_search_locations and not _libraries:
-        source = Path(spec.submodule_search_locations[0], "_meta_registrations.py").read_text()
-        library = torch.library.Library("torchvision", "DEF")
-        _libraries.append(library)
-        found = re.findall(r'register_meta\("(\w+)"\)|"torchvision::(\w+)"', source)
-        for op in sorted({a or b for a, b in found}):
-            library.define(f"{op}(Tensor x) -> Tensor")
+    folder = Path(sys.prefix, "zoo-packages")
+    if not folder.is_dir():
+        return
+    sys.path.append(str(folder))
+    source = Path(folder, "torchvision", "_meta_registrations.py").read_text(encoding="utf-8")
+    library = torch.library.Library("torchvision", "DEF")
+    _libraries.append(library)
+    found = re.findall(r'register_meta\("(\w+)"\)|"torchvision::(\w+)"', source)
+    for op in sorted({a or b for a, b in found}):
+        library.define(f"{op}(Tensor x) -> Tensor")
+
+
+_find_packages()
+
+
+def zoo_module(name: str) -> Any:
+    """Import transformers or timm without their warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
