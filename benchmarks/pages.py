@@ -444,8 +444,42 @@ def lab_rows():
         yield from lab_page.summary(ROOT / LAB)
 
 
+TRAINERS = {
+    "invariant": "`InvariantTrainer`",
+    "adamw": "`Trainer`, AdamW",
+    "adamw-root": "`Trainer`, AdamW, lr ∝ √B",
+}
+
+
+def transfer_rows():
+    from trainer_transfer import PARTS, by_method, spreads
+
+    result = load("trainer_transfer")
+    found = [by_method(result["rows"], part) for part in PARTS]
+    *sizes, largest = found[0][2]["invariant"]
+    losses_at = " | ".join(f"B = {size}" for size in (*sizes, largest))
+    yield f"| lr at B = 4 | | spread, mean | at the end | the same without B = {largest} | {losses_at} |"
+    yield "|---|---|---|---|---|" + "---|" * (len(sizes) + 1)
+    for lr, _, by in found:
+        for method, runs in by.items():
+            each = spreads(runs)
+            cells = [f"{lr:.0e}".replace("e-0", "e-"), TRAINERS[method], f"{sum(each) / len(each):.3f}"]
+            cells += [f"{each[-1]:.3f}", f"{spreads({size: runs[size] for size in sizes})[-1]:.3f}"]
+            cells += [f"{losses[-1]:.3f}" for losses in runs.values()]
+            yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield from source("trainer_transfer", result | {"torch": f"{result['torch']}, {versions(result['rows'])}"})
+
+
+def versions(rows):
+    """The trainer's versions, which all rows must share."""
+    (both,) = {(row["transformers"], row["accelerate"]) for row in rows}
+    return "transformers {}, accelerate {}".format(*both)
+
+
 PAGES = {
     "README.md": {"headline": headline_rows, "gpu": gpu_rows, "lab": lab_rows},
+    "docs/trainers.md": {"transfer": transfer_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/kernels.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},

@@ -53,6 +53,37 @@ def test_the_claims_of_the_one_pass_page_hold_in_the_results():
         assert ours["peak_mb"] <= 1.3 * plain["peak_mb"] + 16, (ours["net"], ours["M"])
 
 
+def test_the_claims_of_the_trainers_page_hold_in_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from trainer_transfer import PARTS, by_method, spreads
+
+    rows = json.loads((ROOT / "benchmarks" / "results" / "trainer_transfer.json").read_text())["rows"]
+    page = " ".join((ROOT / "docs" / "trainers.md").read_text(encoding="utf-8").split())
+    best, tenth, thirtieth = (by_method(rows, part)[2] for part in PARTS)
+
+    def loss(runs, size):
+        return runs[size][-1]
+
+    def spread(runs, largest):
+        return f"{spreads({size: losses for size, losses in runs.items() if size <= largest})[-1]:#.2g}"
+
+    ours, plain, root = best.values()
+    for rival in (plain, root):
+        assert all(theirs < mine for theirs, mine in zip(spreads(rival), spreads(ours), strict=True))
+        assert all(loss(rival, size) < loss(ours, size) for size in (16, 32, 128))
+    assert f"{loss(plain, 128):.2f} against {loss(ours, 128):.2f} at B = 128" in page
+    assert loss(plain, 128) == min(loss(runs, 128) for by in (best, tenth, thirtieth) for runs in by.values())
+    lowest = loss(ours, 4)
+    ours, plain, root = tenth.values()
+    said = "the spread at the end is {}, that of AdamW {}, under √B {}."
+    assert said.format(*(spread(runs, 32) for runs in (ours, plain, root))) in page
+    assert f"its loss of {loss(ours, 128):.2f} is above that of √B, {loss(root, 128):.2f}" in page
+    ours, plain, root = thirtieth.values()
+    said = "32 times the batch size transfer: {} against {} and {}."
+    assert said.format(*(spread(runs, 128) for runs in (ours, plain, root))) in page
+    assert f"At B = 4 it is {loss(ours, 4):.2f}, and the best learning rate has {lowest:.2f}" in page
+
+
 @pytest.fixture
 def pages(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
