@@ -10,7 +10,6 @@ from accelerate.state import AcceleratorState
 from plain_loop import M, Sentences, assert_equal_runs, llama, optimizer_of, train_plainly, windows
 from torch.utils.data import DataLoader
 
-import invariant_adam as ia
 from invariant_adam import unwrap
 from invariant_adam.integrations.accelerate import InvariantAccelerator
 
@@ -35,7 +34,7 @@ def trained(data, accumulation, epochs=3, size=M, changes=(), once=False, **opti
             with accelerator.accumulate(model):
                 n = len(batch["labels"])
                 if once:
-                    with ia.one_pass(model, M, into=unwrap(opt)):
+                    with accelerator.one_pass(model, opt):
                         accelerator.backward(model(**batch).loss, samples=n)
                 else:
                     accelerator.backward(model(**batch).loss, samples=n)

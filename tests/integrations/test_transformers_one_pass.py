@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("accelerate")
 
 from plain_loop import M, Sentences, gpt2, llama, windows
+from torch import nn
 from trainer_runs import DIGITS, InOrder, arguments, assert_is_plain, logged, summed, trained
 from transformers import Trainer
 
@@ -48,6 +49,20 @@ def test_one_pass_with_label_smoothing(tmp_path):
         return trainer.label_smoother(model(**batch), labels, shift_labels=True)
 
     assert_is_plain(trainer, llama, data, windows(range(58), 4) * 3, smoothed)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_one_pass_in_bfloat16_is_the_loop_in_bfloat16(tmp_path, build):
+    """Accelerate's autocast is inside of the model, where the check of one pass would meet it in float64."""
+    data, runs = Sentences(48, unequal=True), []
+    for size, accumulation, one_pass in ((M, 4, False), (4 * M, 1, True)):
+        args = arguments(tmp_path, accumulation, per_device_train_batch_size=size, bf16=True)
+        runs.append(trained(build(), args, data, micro_batch_size=M, one_pass=one_pass))
+    start = nn.utils.parameters_to_vector(build().parameters())
+    loop, once = (nn.utils.parameters_to_vector(run.model.parameters()) for run in runs)
+    assert (once - loop).norm() < 0.02 * (loop - start).norm()  # a bfloat16 has 8 bits
+    assert "_original_forward" in vars(runs[1].model)
+    assert runs[1].model.forward is not runs[1].model._original_forward  # evaluation has Accelerate's autocast back
 
 
 def test_each_call_of_train_may_have_a_new_model(tmp_path):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..one_pass import one_pass as opened
 from ..one_pass.exchange import Open
 from ..optimizer import InvariantAdam
 from ..unwrap import unwrap
-from .window import follow_parameters
+from .window import autocast_outside, follow_parameters
 
 
 class InvariantAccelerator(Accelerator):
@@ -84,6 +86,21 @@ class InvariantAccelerator(Accelerator):
             for opt in ours:
                 if not opt.queue.in_backward:
                     opt.fold()
+
+    @contextmanager
+    def one_pass(self, model: nn.Module, optimizer: Any, **options: Any) -> Iterator[None]:
+        """Take all micro-batches of a batch in one backward: `invariant_adam.one_pass`, under any mixed precision.
+
+        Args:
+            model: the prepared model.
+            optimizer: its prepared `InvariantAdam`, which knows `micro_batch_size`; gradients go into it.
+            options: for `invariant_adam.one_pass`.
+        """
+        opt = unwrap(optimizer)
+        if opt.micro_batch_size is None:
+            raise ValueError("one_pass needs to know M; give InvariantAdam micro_batch_size")
+        with autocast_outside(model, self), opened(model, opt.micro_batch_size, into=opt, **options):
+            yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keep replicas from reducing; let FSDP2 reduce each micro-batch, whose sum could not be squared."""

@@ -28,7 +28,7 @@ from ..one_pass import one_pass as opened
 from ..optimizer import InvariantAdam
 from ..schedules import SampleLambdaLR
 from ..unwrap import unwrap
-from .window import Counting, OwnMeans, Window, batch_size, follow_parameters
+from .window import Counting, OwnMeans, Window, autocast_outside, batch_size, follow_parameters
 
 _STATE = "trainer_state.json"
 _IGNORED = -100  # the label of a token that has no loss
@@ -264,7 +264,10 @@ class InvariantAdamMixin(_Trainer):
             setattr(owner, name, means)
             means.batch = 0
         try:
-            with opened(model, self.micro_batch_size, into=self.invariant_adam):
+            with (
+                autocast_outside(model, self.accelerator),
+                opened(model, self.micro_batch_size, into=self.invariant_adam),
+            ):
                 yield
         finally:
             for owner, name, means in self._means:

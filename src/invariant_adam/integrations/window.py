@@ -5,11 +5,13 @@ A window is what a trainer calls the batches between two of its updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..optimizer import InvariantAdam
@@ -26,6 +28,31 @@ def follow_parameters(opt: InvariantAdam) -> None:
     for p in [p for p in opt.state if id(p) not in held]:
         del opt.state[p]
     opt.queue.bind()
+
+
+_without_autocast: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def autocast_outside(model: nn.Module, accelerator: Any) -> Iterator[None]:
+    """Have Accelerate's autocast around this context, and not inside of the model's forward, where it puts it.
+
+    The check of one pass runs the model in float64 too, and would find the autocast on again.
+    """
+    from accelerate.utils import convert_outputs_to_fp32
+
+    inside = [module for module in model.modules() if "_original_forward" in vars(module)]
+    forwards = [vars(module)["forward"] for module in inside]
+    for module in inside:
+        if module not in _without_autocast:  # once: a compiled graph looks whether it is the same
+            _without_autocast[module] = convert_outputs_to_fp32(vars(module)["_original_forward"])
+        module.forward = _without_autocast[module]
+    try:
+        with accelerator.autocast():
+            yield
+    finally:
+        for module, forward in zip(inside, forwards, strict=True):
+            module.forward = forward
 
 
 class Counting:
