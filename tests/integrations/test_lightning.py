@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from plain_loop import M, Sentences, assert_equal_runs, llama, optimizer_of, train_plainly, windows
 from torch.utils.data import DataLoader
 
-from invariant_adam import unwrap
+from invariant_adam import one_pass, unwrap
 from invariant_adam.integrations.lightning import InvariantAdamCallback
 
 pytestmark = [
@@ -88,6 +88,41 @@ def test_one_pass_is_the_plain_loop(size, accumulation):
     data, module = Sentences(48), Module()
     opt = fit(module, data, accumulation, size, callbacks=[InvariantAdamCallback(one_pass="net")])
     assert_is_plain(module, opt, data, windows(range(48), 4) * 3)
+
+
+class Manual(Module):
+    """Cuts each batch into micro-batches, and steps after each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        for first in range(0, len(batch["labels"]), M):
+            self.manual_backward(self.net(**{key: t[first : first + M] for key, t in batch.items()}).loss)
+        opt.step()
+        opt.zero_grad()
+
+
+class ManualOnce(Manual):
+    """Takes each batch in one pass."""
+
+    def training_step(self, batch, batch_idx):
+        with one_pass(self.net, M, into=self.optimizers()):
+            self.manual_backward(self.net(**batch).loss)
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize(("cls", "samples", "size"), [(Manual, 48, 4 * M), (Manual, 26, M), (ManualOnce, 48, 4 * M)])
+def test_manual_optimization_is_the_plain_loop(cls, samples, size):
+    data, module = Sentences(samples), cls()
+    opt = fit(module, data, 1, size)
+    assert_is_plain(module, opt, data, windows(range(samples), size // M) * 3, announced=None)
+    assert opt.samples_seen == 3 * samples
+
+
+def test_one_pass_by_the_callback_in_manual_optimization_is_refused():
+    with pytest.raises(ValueError, match=r"automatic_optimization=False.*in training_step"):
+        fit(Manual(), Sentences(8), 1, callbacks=[InvariantAdamCallback(one_pass="net")])
 
 
 class Leaving(Module):

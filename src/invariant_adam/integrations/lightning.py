@@ -15,10 +15,13 @@ from .window import batch_size
 
 
 class InvariantAdamCallback(Callback):
-    """Let a Lightning `Trainer` train with the `InvariantAdam` of `configure_optimizers`, by automatic optimization.
+    """Let a Lightning `Trainer` train with the `InvariantAdam` of `configure_optimizers`.
 
     The trainer divides each loss by `accumulate_grad_batches`, which may change at any time; the optimizer is told. It
     is also told how large the coming update is, how many samples a short batch has, and who the other ranks are.
+
+    With `automatic_optimization = False`, when to step and what to divide by is your `training_step`'s. It may cut a
+    batch into micro-batches of M samples, a `manual_backward` each; a batch of fewer samples counts by them.
 
     Args:
         one_pass: the name of the submodule that `training_step` calls, "" for the module itself: take all micro-batches
@@ -40,10 +43,11 @@ class InvariantAdamCallback(Callback):
             )
         if str(trainer.precision).startswith("16"):
             raise ValueError(f'precision="{trainer.precision}" scales what InvariantAdam squares; use "bf16-mixed"')
-        if not pl_module.automatic_optimization:
+        if self.one_pass is not None and not pl_module.automatic_optimization:
             raise ValueError(
-                "automatic_optimization=False: without Lightning's own backward this callback sees nothing; leave it "
-                "out, and call invariant_adam.unwrap(self.optimizers()) in training_step for what the guide's loop does"
+                f"one_pass={self.one_pass!r} with automatic_optimization=False: this callback does not know which "
+                "backward is a mini-batch's; leave one_pass out here, and open invariant_adam.one_pass(..., "
+                "into=self.optimizers()) in training_step"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,12 +68,16 @@ class InvariantAdamCallback(Callback):
         opt, n = self._optimizer(trainer), self.samples(batch)
         M = opt.micro_batch_size
         assert M is not None
+        self._open = ExitStack()
+        if not pl_module.automatic_optimization:
+            if n < M:
+                self._open.enter_context(opt.ragged(n))
+            return
         if not opt.kappa:
             whole = trainer.accumulate_grad_batches - batch_idx % trainer.accumulate_grad_batches
             batches = min(whole, trainer.num_training_batches - batch_idx)
             size = n if batches == 1 else max(n, M)  # an epoch's last batch is known to be short when it comes
             opt.expect(batches * trainer.world_size * size / M)
-        self._open = ExitStack()
         if self.one_pass is not None:
             self._open.enter_context(opened(pl_module.get_submodule(self.one_pass), M, into=opt))
         elif n != M:
@@ -77,14 +85,16 @@ class InvariantAdamCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Say what the loss was divided by."""
-        self._optimizer(trainer).loss_divisor = trainer.accumulate_grad_batches
+        if pl_module.automatic_optimization:
+            self._optimizer(trainer).loss_divisor = trainer.accumulate_grad_batches
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fold what the backward left."""
         opt = self._optimizer(trainer)
         if not opt.queue.in_backward:
             opt.fold()
-        self._close()
+        if pl_module.automatic_optimization:
+            self._close()
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Close what a `training_step` has left open that returned None."""

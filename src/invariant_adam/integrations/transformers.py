@@ -132,6 +132,12 @@ class InvariantAdamMixin(_Trainer):
         for name, (asked, why) in refused.items():
             if asked:
                 raise ValueError(f"{name} cannot be used with InvariantAdam: {why}")
+        group = torch.distributed
+        if group.is_available() and group.is_initialized() and group.get_world_size() != args.world_size:
+            raise ValueError(
+                f"a process group of {group.get_world_size()} ranks is up, and TrainingArguments knows of "
+                f"{args.world_size}: each would train alone; on CPUs set use_cpu=True"
+            )
         apart = self.get_total_train_batch_size(args) // (per_device * args.gradient_accumulation_steps)
         if apart != args.world_size:
             raise ValueError(
