@@ -12,6 +12,7 @@ if torch.__version__ < "2.11":  # torch compares them as versions
 
 from . import reference, scaling
 from .graphs import capture
+from .growth import BatchGrowth
 from .one_pass import UnsupportedUse, explain, one_pass
 from .optimizer import InvariantAdam
 from .schedules import InvariantEMA, SampleLambdaLR, warmup_cosine
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchGrowth",
     "InvariantAdam",
     "InvariantEMA",
     "SampleLambdaLR",

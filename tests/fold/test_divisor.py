@@ -6,13 +6,15 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from problems import batches, loss, mlp
 
 from invariant_adam import InvariantAdam
 
 
-def train(model, opt, kappas, divide, seed=1):
-    data = iter(batches(sum(kappas), seed=seed, size=16))
+def train(model, opt, kappas, divide, seed=1, size=16):
+    data = iter(batches(sum(kappas), seed=seed, size=size))
     for kappa in kappas:
         opt.expect(kappa)
         for _ in range(kappa):
@@ -20,23 +22,33 @@ def train(model, opt, kappas, divide, seed=1):
         opt.step()
 
 
-@pytest.mark.parametrize("kappas", [[2, 8], [8, 1], [4, 4, 4, 4, 16], [1] * 50 + [4]])
+CHANGES = [[2] * 8 + [8] * 2, [8] * 2 + [1] * 16, [4] * 4 + [16], [1] * 50 + [4] * 4, [4] * 4 + [2] * 2 + [1] * 16]
+
+
+@pytest.mark.parametrize("kappas", CHANGES)
 def test_a_division_by_kappa_is_noticed_when_kappa_changes(kappas):
     model = mlp()
     opt = InvariantAdam(model.parameters(), lr=1e-3, micro_batch_size=16)
-    with pytest.warns(RuntimeWarning, match=rf"κ went from {kappas[-2]} to {kappas[-1]}.*loss_divisor") as told:
+    with pytest.warns(RuntimeWarning, match=rf"κ went from {kappas[0]} to {kappas[-1]}.*loss_divisor") as told:
         train(model, opt, kappas, divide=True)
     assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(model, opt, [1, 16], divide=True)  # once
+        train(model, opt, [1] * 16 + [16], divide=True)  # once
 
 
 @pytest.mark.parametrize("option", [{}, {"loss_divisor": 2.0}, {"loss_divisor": lambda: 1.0}])
-@pytest.mark.parametrize("kappas", [[2, 8], [8, 1], [4, 4, 4, 4, 16], [1, 2, 4, 8, 16, 32], [1] * 50 + [4]])
+@pytest.mark.parametrize("kappas", [*CHANGES, [1, 2, 4, 8, 16, 32], [1] * 16 + [16]])
 def test_a_changed_kappa_alone_is_no_reason(kappas, option):
     model = mlp()
     train(model, InvariantAdam(model.parameters(), lr=1e-3, **option), kappas, divide=False)  # warnings are errors
+
+
+@given(st.integers(0, 10**6), st.sampled_from([*CHANGES, [1] * 16 + [16]]), st.integers(1, 3))
+def test_micro_batches_of_few_samples_are_no_reason(seed, kappas, size):
+    model = mlp(seed=seed)
+    opt = InvariantAdam(model.parameters(), lr=1e-2)
+    train(model, opt, kappas, divide=False, seed=seed, size=size)
 
 
 def test_a_checkpoint_that_goes_on_at_another_kappa():

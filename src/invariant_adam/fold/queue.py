@@ -412,7 +412,7 @@ class FoldQueue:
         self.reset()
         self.bind()
         self.watch = DivisorWatch()
-        self.watch.look(self)
+        self.watch.look(self, loaded=True)
 
     def abandon(self) -> None:
         """Close the open update as one whose weights do not move; see `InvariantAdam.abandon`."""

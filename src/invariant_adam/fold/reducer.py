@@ -27,6 +27,7 @@ class Reducer:
     kernels_fold = True  # whether a kernel may fold into the moments by itself
     # Whether ranks decide on each update together, on the host. Moments are then reduced before the weights move, and
     # no gradient may wait to be folded as they do.
+    size = 1  # ranks
     several = False
     last_backward = False  # the backward that runs is the last of this rank's update
 

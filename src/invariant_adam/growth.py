@@ -1,0 +1,92 @@
+"""Growing in: the first mini-batches -> several smaller updates each.
+
+Debiasing makes the first update all that m̂ and v̂ have, whatever γ is. A first update of many micro-batches is therefore
+not small, and the runs of different batch sizes part there. So no update is larger than a part of what was seen before:
+
+    κ_t = min(κ, max(1, ⌊r · micro-batches seen⌋))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .unwrap import unwrap
+
+
+class BatchGrowth:
+    """Cuts mini-batches into updates that grow with what was seen; after a few dozen updates it cuts nothing any more.
+
+    It has no state: how much was seen is `samples_seen` of the optimizer, so that a resumed run goes on right.
+
+    Args:
+        optimizer: an `InvariantAdam`.
+        ratio: r, the size of the largest update relative to what was seen before it.
+
+    A mini-batch of 64 samples, M = 2: the first updates have one micro-batch, later ones more.
+
+    >>> import torch
+    >>> from invariant_adam import InvariantAdam
+    >>> model = torch.nn.Linear(3, 1)
+    >>> opt = InvariantAdam(model.parameters(), micro_batch_size=2)
+    >>> growth, sizes = BatchGrowth(opt, ratio=0.25), []
+    >>> for x, y in growth.split(torch.randn(64, 3), torch.randn(64, 1)):
+    ...     for x1, y1 in zip(x.split(2), y.split(2)):
+    ...         (model(x1) - y1).square().mean().backward()
+    ...     opt.step()
+    ...     sizes.append(len(x))
+    >>> sizes
+    [2, 2, 2, 2, 2, 2, 2, 2, 4, 4, 6, 6, 8, 10, 10]
+    """
+
+    def __init__(self, optimizer: Optimizer, ratio: float = 0.1) -> None:
+        if not ratio > 0:
+            raise ValueError(f"ratio must be positive, got {ratio}; 0.1 is where smaller ones stop to pay")
+        self.optimizer, self.ratio = unwrap(optimizer), ratio
+
+    def next_kappa(self, limit: int) -> int:
+        """How many micro-batches the coming update has on this rank; the optimizer is told, by `expect`.
+
+        Args:
+            limit: micro-batches that are left of the mini-batch, the same on all ranks. An update does not cross its
+                end.
+        """
+        opt = self.optimizer
+        if limit < 1:
+            raise ValueError(f"limit must be at least one micro-batch, got {limit}")
+        opt.queue.update.refuse_open("BatchGrowth", "an update cannot be cut once it is open. Call step() first")
+        ranks = opt.queue.reducer.size
+        seen = opt.samples_seen / (opt.micro_batch_size or 1)
+        kappa = min(limit, max(1, int(self.ratio * seen / ranks + 1e-9)))
+        opt.expect(kappa * ranks)
+        return kappa
+
+    def split(self, *batch: Any) -> Iterator[Any]:
+        """Cut a mini-batch into the batches of its updates; call `opt.step()` for each.
+
+        Args:
+            batch: tensors with the samples in their first dimension, or one nested batch of them. Other leaves are
+                handed on as they are.
+        """
+        size = self.optimizer.micro_batch_size
+        if size is None:
+            raise ValueError("split() cuts samples, and this InvariantAdam counts none; give it micro_batch_size")
+        whole = [dict(part) if isinstance(part, Mapping) else part for part in batch]
+        leaves, structure = tree_flatten(whole[0] if len(whole) == 1 else tuple(whole))
+        lengths = {len(t) for t in leaves if isinstance(t, Tensor) and t.ndim}
+        if len(lengths) != 1:
+            raise ValueError(f"split() needs tensors with as many samples each, got {sorted(lengths)} in dimension 0")
+        samples = lengths.pop()
+        first = 0
+        while first < samples:
+            kappa = self.next_kappa(-(-(samples - first) // size))
+            last = min(first + kappa * size, samples)
+            if last - first < kappa * size:  # the last micro-batch is short
+                self.optimizer.expect((last - first) / size * self.optimizer.queue.reducer.size)
+            cut = [t[first:last] if isinstance(t, Tensor) and t.ndim else t for t in leaves]
+            yield tree_unflatten(cut, structure)
+            first = last
