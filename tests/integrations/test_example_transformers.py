@@ -27,6 +27,7 @@ def losses(out, *arguments, launcher=()):
     return small, large
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [[], ["--one-pass"]], ids=["loop", "one pass"])
 def test_batch_sizes_agree(tmp_path, by):
     small, large = losses(tmp_path, *by)
