@@ -18,6 +18,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .unwrap import unwrap
 
 
+def grown_kappa(limit: int, seen: float, ratio: float = 0.1) -> int:
+    """How many micro-batches an update has after so many: κ_t = min(limit, max(1, ⌊ratio · seen⌋)).
+
+    Args:
+        limit: micro-batches that are left of the mini-batch.
+        seen: micro-batches of all updates before.
+        ratio: r, the size of the largest update relative to what was seen before it.
+
+    >>> [grown_kappa(32, seen) for seen in (0, 19, 20, 100, 1_000)]
+    [1, 1, 2, 10, 32]
+    """
+    return min(limit, max(1, int(ratio * seen + 1e-9)))
+
+
 class BatchGrowth:
     """Cuts mini-batches into updates that grow with what was seen; after a few dozen updates it cuts nothing any more.
 
@@ -61,7 +75,7 @@ class BatchGrowth:
         opt.queue.update.refuse_open("BatchGrowth", "an update cannot be cut once it is open. Call step() first")
         ranks = opt.queue.reducer.size
         seen = opt.samples_seen / (opt.micro_batch_size or 1)
-        kappa = min(limit, max(1, int(self.ratio * seen / ranks + 1e-9)))
+        kappa = grown_kappa(limit, seen / ranks, self.ratio)
         opt.expect(kappa * ranks)
         return kappa
 
