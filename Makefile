@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format verify smoke clean
+.PHONY: help demo docs test test-slow lint format verify smoke clean
 .DELETE_ON_ERROR:
 
 help: ## Show the targets
@@ -21,6 +21,9 @@ verify: $(VENV)/lab ## Check the paper's theorems numerically
 
 smoke: $(VENV)/lab ## Run the paper's experiments in small, figures and report included; into runs
 	for model in resnet-bn resnet-ln vit gpt; do $(THREADS) $(BIN)/invariant-adam reproduce $$model --preset smoke || exit 1; done
+
+docs: $(VENV)/docs ## Build the documentation into site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: $(VENV)/dev ## Run the tests, without the slow ones and those that need a GPU
 	$(THREADS) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
@@ -38,7 +41,7 @@ format: $(VENV)/dev ## Format the code
 	$(BIN)/ruff format .
 
 clean: ## Remove the environment and everything that was built, but not runs/
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch goes first and alone: with its version pinned exactly, pip takes the build that is on hand and nothing larger.
@@ -50,7 +53,7 @@ $(VENV)/torch: constraints.txt
 	$(PIP) install -c constraints.txt hatchling editables
 	@touch $@
 
-$(VENV)/lab $(VENV)/dev: $(VENV)/%: $(VENV)/torch pyproject.toml
+$(VENV)/lab $(VENV)/docs $(VENV)/dev: $(VENV)/%: $(VENV)/torch pyproject.toml
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$*]'
 	@touch $@
 

@@ -138,6 +138,14 @@ def gpu_rows():
         yield f"(`{result['command']}`, kept as `benchmarks/results/{name}.json`.)"
 
 
+def speed_line():
+    """The time of one pass over a plain step, in a sentence."""
+    for _, result, rows in measured("one_pass_h200"):
+        times = {what(row): row["ratio"] for row in rows if row["method"] == "into"}
+        said = "; ".join(f"{ratio:.2f} times on {label}" for label, ratio in times.items())
+        yield from prose(f"One pass over a plain step of fused AdamW ({result['device']}, bfloat16) takes {said}.")
+
+
 def training_rows():
     for name, result, rows in measured("one_pass_h200", "one_pass_cpu"):
         yield from source(name, result)
@@ -471,6 +479,26 @@ def transfer_rows():
     yield from source("trainer_transfer", result | {"torch": f"{result['torch']}, {versions(result['rows'])}"})
 
 
+def transfer_line():
+    """How far the batch size transfers in a trainer, in a sentence: at a small learning rate and at the best one."""
+    from trainer_transfer import PARTS, by_method
+
+    rows = load("trainer_transfer")["rows"]
+    best, _, small = (by_method(rows, part) for part in PARTS)
+    said = []
+    for lr, _, by in (small, best):
+        first, *_, last = by["invariant"]
+        start, ours, plain, root = by["invariant"][first][-1], *(runs[last][-1] for runs in by.values())
+        said.append(
+            f"{lr:.0e}".replace("e-0", "e-") + f", the held-out loss of {start:.2f} becomes {ours:.2f}, with AdamW "
+            f"{plain:.2f}, and {root:.2f} by the square-root rule"
+        )
+    yield from prose(
+        f"A small Llama in Hugging Face's Trainer, tuned at {first} samples per update and run at {last}, nothing "
+        f"tuned again: at the small learning rate {said[0]}. At the best one for AdamW, {said[1]}."
+    )
+
+
 def versions(rows):
     """The trainer's versions, which all rows must share."""
     (both,) = {(row["transformers"], row["accelerate"]) for row in rows}
@@ -478,11 +506,12 @@ def versions(rows):
 
 
 PAGES = {
-    "README.md": {"headline": headline_rows, "gpu": gpu_rows, "lab": lab_rows},
+    "README.md": {"headline": headline_rows, "transfer": transfer_line, "speed": speed_line},
+    "docs/when_not.md": {"transfer": transfer_line},
     "docs/trainers.md": {"transfer": transfer_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
-    "docs/kernels.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
+    "docs/kernel_tables.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
     "docs/distributed_results.md": {
         "table": distributed_rows,
         "floor": floor_rows,
@@ -492,7 +521,8 @@ PAGES = {
         "kills": kills_rows,
         "silence": silence_rows,
     },
-    "docs/speed.md": {
+    "docs/speed.md": {"gpu": gpu_rows},
+    "docs/speed_tables.md": {
         "training": training_rows,
         "shares": share_rows,
         "kernels": kernel_rows,
