@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import invariant_adam as ia
 from invariant_adam.distributed import load_latest, prepare, save
+from invariant_adam.growth import grown_kappa
 from invariant_adam_lab.models import GPT
 
 
@@ -36,6 +37,7 @@ def arguments():
     add("--batch", type=int, default=16, help="samples per update, at the start; lr and betas are those of this batch")
     add("--ramp", type=int, default=2, help="how many times the batch doubles, at equal distances in samples")
     add("--micro-batch", type=int, default=4, help="samples whose gradient is squared together")
+    add("--grow-from", type=int, help="samples of the first update, which grow to --batch (default: --micro-batch)")
     add("--loop", action="store_true", help="one backward per micro-batch, instead of one pass over all of them")
     add("--lr", type=float, default=3e-3)
     add("--every", type=int, default=2_000, help="samples from one checkpoint to the next")
@@ -44,7 +46,9 @@ def arguments():
     add("--depth", type=int, default=2)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--timeout", type=int, default=300, help="seconds after which a rank that does not answer counts as dead")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.grow_from = args.grow_from or args.micro_batch
+    return args
 
 
 class Samples:
@@ -121,6 +125,8 @@ def update(args, model, optimizer, data, rank, ranks, device):
     """Run this rank's share of one update; return the share's loss and the samples of the whole."""
     seen = optimizer.samples_seen
     batch = min(args.batch * 2 ** ((args.ramp + 1) * seen // args.samples), args.samples - seen)
+    # Growing in: no update is larger than a tenth of what was seen before it, and none crosses the end of a batch.
+    batch = args.grow_from * grown_kappa((batch - seen % args.batch) // args.grow_from, seen / args.grow_from)
     kappa = batch // args.micro_batch
     optimizer.expect(kappa)
     # Micro-batch k goes to rank k modulo the number of ranks, so that shares differ by one micro-batch at most.
@@ -152,11 +158,12 @@ def test(model, data, device):
 
 def main():
     args = arguments()
-    if args.batch % args.micro_batch or args.samples % args.batch:
-        raise SystemExit("--batch must be a multiple of --micro-batch, and --samples one of --batch")
+    if args.grow_from % args.micro_batch or args.batch % args.grow_from or args.samples % args.batch:
+        raise SystemExit("--samples must be a multiple of --batch, that of --grow-from, and that of --micro-batch")
     rank, ranks, device = start(args)
-    if args.mode == "fsdp2" and args.batch % (args.micro_batch * ranks):
-        raise SystemExit(f"FSDP2 needs equal shares: --batch must be a multiple of {args.micro_batch * ranks} samples")
+    even = args.micro_batch * ranks
+    if args.mode == "fsdp2" and args.grow_from % even:
+        raise SystemExit(f"FSDP2 needs equal shares: --grow-from must be a multiple of {even} samples")
     train, held_out, characters = read(args)
     model, optimizer = build(args, characters, device)
     schedule = ia.SampleLambdaLR(optimizer, ia.warmup_cosine(args.samples // 10, args.samples, floor=0.1))

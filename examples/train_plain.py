@@ -21,13 +21,14 @@ def train(batch):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
     opt = ia.InvariantAdam(model.parameters(), lr=2e-3, micro_batch_size=MICRO_BATCH, tuned_batch_size=TUNED_BATCH)
-    for X, Y in zip(x[:SAMPLES].split(batch), y[:SAMPLES].split(batch), strict=True):
-        with ia.one_pass(model, MICRO_BATCH, into=opt):
-            F.cross_entropy(model(X), Y).backward()
-        # A model that one_pass refuses takes a loop instead, to the same weights:
-        # for a, b in zip(X.split(MICRO_BATCH), Y.split(MICRO_BATCH), strict=True):
-        #     F.cross_entropy(model(a), b).backward()
-        opt.step()
+    growth = ia.BatchGrowth(opt)  # cuts the first mini-batches into smaller updates
+    for batch_x, batch_y in zip(x[:SAMPLES].split(batch), y[:SAMPLES].split(batch), strict=True):
+        for X, Y in growth.split(batch_x, batch_y):
+            with ia.one_pass(model, MICRO_BATCH, into=opt):
+                F.cross_entropy(model(X), Y).backward()
+            # A model that one_pass refuses takes a loop instead, to the same weights:
+            # for a, b in zip(X.split(MICRO_BATCH), Y.split(MICRO_BATCH)): F.cross_entropy(model(a), b).backward()
+            opt.step()
         if opt.samples_seen % EVERY == 0:
             with torch.no_grad():
                 loss = F.cross_entropy(model(x[SAMPLES:]), y[SAMPLES:])

@@ -176,6 +176,35 @@ def replicated(
     return found | {"same": same, "gradients": sum(p.grad is not None for p in model.parameters())}
 
 
+def growing(ddp: bool, one_pass: bool, samples: int = 24, updates: int = 4) -> dict[str, Any]:
+    """Grow in over mini-batches of which each rank has `samples`, beside one process that is fed the same cuts."""
+    rank, world, dtype = dist.get_rank(), dist.get_world_size(), torch.float64
+    model = Net(dtype)
+    twin = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True) if ddp else model
+    opt, judge = (ia.InvariantAdam(one.parameters(), **OPTIONS) for one in (model, twin))
+    judge.queue.reducer.reduce_update = lambda queue, check: check()
+    ia.distributed.prepare(wrapped, opt)
+    growth, sizes = ia.BatchGrowth(opt, ratio=0.25), []
+    for update in range(updates):
+        batches = [micro_batch(update * world + r, dtype, samples) for r in range(world)]
+        first = 0
+        for x in growth.split(batches[rank]):
+            with ia.one_pass(wrapped, 4, into=opt) if one_pass else contextlib.nullcontext():
+                for part in [x] if one_pass else x.split(4):
+                    with contextlib.nullcontext() if one_pass else opt.ragged(len(part)):
+                        loss(wrapped, part).backward()
+            opt.step()
+            judge.expect(len(x) / 4 * world)
+            for part in (part for whole in batches for part in whole[first : first + len(x)].split(4)):
+                with judge.ragged(len(part)):
+                    loss(twin, part).backward()
+            judge.step()
+            first += len(x)
+            sizes.append(len(x))
+    return {"sizes": sizes, "same": same_on_all_ranks(model.parameters()), **differences(model, opt, twin, judge)}
+
+
 def sharded_model(mesh: Any, **policy: Any) -> nn.Module:
     model = Net(torch.float32)
     if "param_dtype" in policy or "reduce_dtype" in policy:

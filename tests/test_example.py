@@ -17,6 +17,7 @@ SMALL = [
     "--context=16",
     "--micro-batch=2",
     "--batch=12",
+    "--grow-from=4",  # of two ranks under FSDP2, which must have equal shares
     "--lr=3e-3",
     "--samples=360",
     "--dtype=float64",
@@ -44,6 +45,15 @@ def alone(tmp_path_factory):
 
 def test_it_is_short():
     assert len(EXAMPLE.read_text().splitlines()) <= 200
+
+
+def test_updates_grow(tmp_path):
+    shown = train(tmp_path, "--every=1", "--ramp=0")
+    sizes = [int(x) for x in re.findall(r"batch +(\d+)", shown)]
+    assert sizes[:10] == [4] * 10
+    assert sorted(set(sizes)) == [4, 8, 12]
+    assert sizes[-5:] == [12] * 5
+    assert sum(sizes) == 360
 
 
 def test_it_learns(alone):

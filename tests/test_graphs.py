@@ -505,3 +505,82 @@ def test_replays_of_several_streams_at_once_are_those_of_one(into):
     torch.cuda.synchronize()
     for model, *_ in made:
         assert (flat(model.parameters()) - flat(wanted.parameters())).norm() < 1e-3 * flat(wanted.parameters()).norm()
+
+
+class RehearsedSizes(graphs.CapturedSizes):
+    """Graphs by size, each of the optimizer's kernels alone."""
+
+    def _directly(self, *batch):
+        return self.update(*batch)
+
+    def _captured(self, update):
+        return Rehearsed(self.optimizer, update)
+
+
+def test_each_size_is_a_graph_of_its_own_and_growth_keeps_them_few():
+    def build(wrap):
+        model = Weighed(torch.float64)
+        opt = ia.InvariantAdam(model.parameters(), lr=0.01, weight_decay=0.1, micro_batch_size=1)
+
+        def update(x):
+            for k in range(len(x)):
+                model.loss(k % 3).backward()  # a rehearsal repeats the gradients it was made with
+            opt.step()
+
+        return model, opt, wrap(opt, update), ia.BatchGrowth(opt, powers_of_two=True)
+
+    model, opt, train, growth = build(RehearsedSizes)
+    twin, judge, eager, other = build(lambda opt, update: update)
+    sizes = []
+    for _ in range(12):
+        for (x,), (y,) in zip(growth.split((torch.zeros(12),)), other.split((torch.zeros(12),)), strict=True):
+            train(x)
+            eager(y)
+            sizes.append(len(x))
+            assert opt.param_groups[0]["kappa"] == judge.param_groups[0]["kappa"] == len(x)
+    assert set(sizes) == {1, 2, 4, 8, 12}
+    assert len(train._graphs) == sum(sizes.count(size) > 2 for size in set(sizes)) >= 4
+    torch.testing.assert_close(flat(model.parameters()), flat(twin.parameters()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_takes_its_own_size_only():
+    _, opt, update = make(torch.float64, 3, expect=False)
+    update()
+    update()
+    captured = Rehearsed(opt, update)
+    opt.expect(2)
+    with pytest.raises(RuntimeError, match="of another size"):
+        captured()
+    opt.abandon()
+
+
+def test_by_size_runs_as_it_is_on_a_cpu():
+    opt = ia.InvariantAdam(nn.Linear(2, 1).parameters(), micro_batch_size=1)
+    assert ia.capture(opt, len, by_size=True) is len
+
+
+@pytest.mark.gpu
+def test_growing_in_on_graphs():
+    def build(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 300), nn.Tanh(), nn.Linear(300, 8)).cuda()
+        opt = ia.InvariantAdam(model.parameters(), lr=1e-3, eps=1e-4, micro_batch_size=4)
+
+        def update(x):
+            with ia.one_pass(model, 4, into=opt):
+                loss = model(x).square().mean()
+                loss.backward()
+            opt.step()
+            return loss
+
+        return model, opt, wrap(opt, update), ia.BatchGrowth(opt, powers_of_two=True)
+
+    model, _, train, growth = build(lambda opt, update: ia.capture(opt, update, by_size=True))
+    twin, _, eager, other = build(lambda opt, update: update)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(16):
+        batch = torch.randn(64, 16, 32, device="cuda", generator=generator)
+        for x, y in zip(growth.split(batch), other.split(batch), strict=True):
+            torch.testing.assert_close(train(x), eager(y).detach(), rtol=1e-3, atol=1e-4)
+    assert len(train._graphs) >= 4
+    torch.testing.assert_close(flat(model.parameters()), flat(twin.parameters()), rtol=1e-4, atol=1e-4)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import distance, flat, gradient_of, loss, mlp, moments
 
 import invariant_adam as ia
 from invariant_adam import BatchGrowth, InvariantAdam, reference
-from invariant_adam.scaling import Hyperparameters
+from invariant_adam.growth import grown_kappa
 
 M = 2
 
@@ -62,24 +63,49 @@ def test_updates_are_cut_as_the_equation_says(kappa, batches, ratio, short):
         seen += size
 
 
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("ratio", [0.1, 0.5])
-def test_it_is_the_reference_fed_the_same_cuts(ratio, once):
+@given(
+    kappa=st.integers(1, 9),
+    batches=st.integers(1, 4),
+    ratio=st.sampled_from([0.1, 0.5, math.inf]),
+    short=st.integers(0, 2 * M - 1),
+    once=st.booleans(),
+    powers=st.booleans(),
+)
+@settings(max_examples=20)
+def test_it_is_the_reference_fed_the_same_cuts(kappa, batches, ratio, short, once, powers):
     model = mlp()
     start = copy.deepcopy(model)
     opt = optimizer_of(model)
-    sizes = train(model, opt, BatchGrowth(opt, ratio), 96, 16, once=once)
-    assert len(set(sizes)) > 2
-    state, xs, first = reference.start(flat(start.parameters())), data(96), 0
+    samples = max(1, kappa * M * batches - short)
+    growth = BatchGrowth(opt, ratio, powers_of_two=powers)
+    sizes = train(model, opt, growth, samples, kappa * M, once=once)
+    state, xs, first = reference.start(flat(start.parameters())), data(samples), 0
     probe = copy.deepcopy(start)
     for size in sizes:
-        torch.nn.utils.vector_to_parameters(state.w.clone(), probe.parameters())
-        grads = [gradient_of(probe, x) for x in xs[first : first + size].split(M)]
+        parts = xs[first : first + size].split(M)
+        # A short micro-batch counts n/M; the reference takes each sample's weight from how often it is there.
+        grads = [gradient_of(probe, x) for x in parts for _ in x]
         h = ia.scaling.scale(1e-2, (0.9, 0.99), 0.1, from_batch=M, to_batch=size, rule="exponential")
-        state = reference.invariant_adam(state, grads, Hyperparameters(h.lr, h.betas, h.weight_decay))
+        state = reference.invariant_adam(state, grads, h)
         first += size
     assert distance(flat(model.parameters()), state.w) < 1e-10
     assert distance(moments(opt)[1], state.v) < 1e-10
+
+
+@given(
+    seen=st.integers(0, 400),
+    whole=st.integers(1, 40),
+    done=st.integers(0, 39),
+    ratio=st.sampled_from([0.05, 0.1, 0.3, math.inf]),
+)
+def test_sizes_are_few_powers_of_two(seen, whole, done, ratio):
+    left = max(1, whole - done)
+    plain = grown_kappa(left, seen, ratio)
+    size = grown_kappa(left, seen, ratio, whole=whole, powers_of_two=True)
+    assert 1 <= size <= plain <= left
+    assert plain == min(left, max(1, math.floor(ratio * seen + 1e-9) if ratio < math.inf else left))
+    assert size == whole or size & (size - 1) == 0
+    assert size > plain / 2
 
 
 def test_a_resumed_run_goes_on_where_it_was():
@@ -113,6 +139,8 @@ def test_mistakes_are_named():
     growth = BatchGrowth(opt)
     with pytest.raises(ValueError, match="limit must be at least one micro-batch, got 0"):
         growth.next_kappa(0)
+    with pytest.raises(ValueError, match="ratio must be positive, got nan"):
+        BatchGrowth(opt, math.nan)
     with pytest.raises(ValueError, match=r"as many samples each, got \[4, 6\]"):
         next(growth.split(torch.ones(4), torch.ones(6)))
     with pytest.raises(ValueError, match="give it micro_batch_size"):
@@ -120,3 +148,51 @@ def test_mistakes_are_named():
     loss(model, data(2)).backward()
     with pytest.raises(RuntimeError, match="BatchGrowth"):
         growth.next_kappa(4)
+
+
+def first_update(kappa, prepare=lambda opt: None, **options):
+    model = mlp()
+    opt = InvariantAdam(model.parameters(), micro_batch_size=M, **options)
+    prepare(opt)
+    for x in data(kappa * M).split(M):
+        loss(model, x).backward()
+    opt.step()
+    return model, opt
+
+
+def test_a_large_first_update_warns_once_with_the_remedy():
+    message = r"first update has 4 micro-batches, 4 times the tuned batch.*BatchGrowth\(opt\)"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, opt = first_update(4)
+        for x in data(4 * M).split(M):
+            loss(model, x).backward()
+        opt.step()
+    (one,) = caught
+    assert one.category is ia.FirstUpdateWarning
+    assert one.filename == __file__  # the line that calls step()
+    with pytest.warns(ia.FirstUpdateWarning, match=message):
+        first_update(4)
+
+
+@pytest.mark.parametrize(
+    ("kappa", "options", "prepare"),
+    [
+        (1, {}, lambda opt: None),
+        (4, {"tuned_batch_size": 4 * M}, lambda opt: None),  # as tuned
+        (4, {}, BatchGrowth),
+        (4, {}, lambda opt: BatchGrowth(opt, math.inf)),  # a large first update is meant
+    ],
+    ids=["one", "tuned", "growth", "chosen"],
+)
+def test_a_first_update_that_is_small_or_chosen_does_not_warn(kappa, options, prepare):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first_update(kappa, prepare, **options)
+
+
+def test_the_warning_has_a_switch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ia.FirstUpdateWarning)
+        first_update(4)

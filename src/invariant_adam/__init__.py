@@ -11,6 +11,7 @@ if torch.__version__ < "2.11":  # torch compares them as versions
     )
 
 from . import reference, scaling
+from .fold.checks import FirstUpdateWarning
 from .graphs import capture
 from .growth import BatchGrowth
 from .one_pass import UnsupportedUse, explain, one_pass
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchGrowth",
+    "FirstUpdateWarning",
     "InvariantAdam",
     "InvariantEMA",
     "SampleLambdaLR",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from .fold.launcher import Launcher, Step
 from .fold.moments import KEYS
@@ -114,7 +114,8 @@ class Replay(Launcher):
         """Count the gradients of the recorded update, which the graph will make again."""
         recorded = self.recorder.update
         assert recorded is not None
-        queue.update = Update(expected=recorded.expected, micro_batches=recorded.micro_batches)
+        expected = recorded.expected if queue.update.expected is None else queue.update.expected
+        queue.update = Update(expected=expected, micro_batches=recorded.micro_batches)
         for p, pair in self.recorder.arrivals:
             fold = queue.count(p, queue.tally(p), pair)
             self._folds.append((*fold.keep, *fold.gain))
@@ -190,10 +191,12 @@ class Captured:
     def __call__(self) -> Any:
         """Run the update again; returns what `update` returned when captured, detached, with its new contents."""
         optimizer, queue = self.optimizer, self.optimizer.queue
-        if queue.update.tallies or queue.update.expected is not None:
+        assert self._recorder.update is not None
+        if queue.update.tallies or queue.update.expected not in (None, self._recorder.update.kappa):
             raise RuntimeError(
-                "an update is open (a backward, a fold() or an expect() came before): a captured update is a whole "
-                "one; close it with opt.step(), or drop it with opt.abandon()"
+                "an update is open (a backward, a fold() or an expect() of another size came before): a captured "
+                f"update is a whole one, of {self._recorder.update.kappa:g} micro-batches; close it with opt.step(), "
+                "or drop it with opt.abandon()"
             )
         if self._holding() != self._held:
             raise RuntimeError(
@@ -227,7 +230,48 @@ class Captured:
         return found
 
 
-def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[], Any]:
+class CapturedSizes:
+    """An update that takes its batch: each size of batch is a graph of its own, from the third time that it comes.
+
+    Args:
+        optimizer: the optimizer that `update` steps.
+        update: batch -> forward, backward and `optimizer.step()`.
+    """
+
+    def __init__(self, optimizer: InvariantAdam, update: Callable[..., Any]) -> None:
+        self.optimizer, self.update = optimizer, update
+        self._stream: torch.cuda.Stream | None = None  # of all graphs: no two of them run at once
+        self._came: dict[Any, int] = {}
+        self._graphs: dict[Any, tuple[list[Any], Captured]] = {}  # inputs that stay where they are, and what reads them
+
+    def __call__(self, *batch: Any) -> Any:
+        """Train on a batch; returns what `update` returned, detached."""
+        leaves, structure = tree_flatten(batch)
+        size = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        if size not in self._graphs:
+            self._came[size] = self._came.get(size, 0) + 1
+            if self._came[size] < 3:
+                return tree_map_only(Tensor, Tensor.detach, self._directly(*batch))
+            inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+            whole = tree_unflatten(inputs, structure)
+            self._graphs[size] = inputs, self._captured(lambda: self.update(*whole))
+        inputs, captured = self._graphs[size]
+        for here, there in zip(inputs, leaves, strict=True):
+            if isinstance(here, Tensor):
+                here.copy_(there)
+        return captured()
+
+    def _directly(self, *batch: Any) -> Any:
+        with aside(next(self.optimizer.queue.moments.params()).device, self._stream) as self._stream:
+            return self.update(*batch)  # kernels are made here
+
+    def _captured(self, update: Callable[[], Any]) -> Captured:
+        _refuse(self.optimizer)
+        _refuse_kept(list(self.optimizer.queue.moments.params()))
+        return Captured(self.optimizer, update, self._stream)
+
+
+def capture(optimizer: InvariantAdam, update: Callable[..., Any], *, by_size: bool = False) -> Callable[..., Any]:
     """Capture an update in a CUDA graph, so that the host's part of a step is one launch.
 
     `update` runs forward, backward (κ of them, or one in `one_pass`) and `optimizer.step()`, on inputs that stay where
@@ -235,9 +279,14 @@ def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[],
     here, so have the first mini-batch in place. The learning rate, the betas, ε, decoupled decay and sample-based
     schedules may change between calls; κ may not. On a CPU, where there is nothing to capture, calls run `update`.
 
+    With `by_size`, `update` takes the batch, and so does what is returned. The batch is copied by it, nothing is run
+    before the first call, and each size of batch becomes a graph of its own when it comes for the third time. So κ may
+    change, among few sizes: each graph has memory of its own. `BatchGrowth(powers_of_two=True)` keeps them few.
+
     Args:
         optimizer: the optimizer that `update` steps.
         update: the update; whatever it does beside launching on the GPU happens in the first three calls only.
+        by_size: whether `update` takes the batch, whose size may change.
 
     >>> net, x = torch.nn.Linear(3, 1), torch.zeros(8, 3)
     >>> opt = InvariantAdam(net.parameters(), micro_batch_size=8)
@@ -254,6 +303,8 @@ def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[],
     optimizer = unwrap(optimizer)
     _refuse(optimizer)
     params = list(optimizer.queue.moments.params())
+    if by_size:
+        return CapturedSizes(optimizer, update) if params[0].is_cuda else update
     if not params[0].is_cuda:
         for _ in range(3):
             update()
@@ -269,15 +320,17 @@ def capture(optimizer: InvariantAdam, update: Callable[[], Any]) -> Callable[[],
 
 
 @contextmanager
-def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Work on a stream that a graph can be captured on: the current one, or a new one where that is the default stream.
+def aside(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.Stream]:
+    """Work on a stream that a graph can be captured on: the one given, the current one, or, where that is the default
+    stream, a new one.
 
     Not on the one that torch captures all graphs on unless told otherwise: the library of matrix products has a
     workspace for each stream that it is called on, which all these graphs would share. Replayed at the same time, they
     would write over each other's sums.
     """
     here = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device) if here == torch.cuda.default_stream(device) else here
+    if stream is None:
+        stream = torch.cuda.Stream(device) if here == torch.cuda.default_stream(device) else here
     stream.wait_stream(here)
     try:
         with torch.cuda.stream(stream):
@@ -377,7 +430,8 @@ class _Shelf:
         params = list(optimizer.queue.moments.params())
         blocks = sum(ceil(p.numel() / 1024) for p in params)
         # A launch over all parameters takes five addresses, a size and the blocks of each; there are κ and a step.
-        room = (ceil(optimizer.param_groups[0]["kappa"]) + 2) * (8 * blocks + 64 * len(params) + 256) + (1 << 20)
+        kappa = max(optimizer.param_groups[0]["kappa"], optimizer.queue.update.expected or 0.0)
+        room = (ceil(kappa) + 2) * (8 * blocks + 64 * len(params) + 256) + (1 << 20)
         self._bytes = torch.empty(room, dtype=torch.uint8, device=params[0].device)
         self._used = 0
         self._tables: list[tuple[Tensor, Tensor]] = []
@@ -388,7 +442,7 @@ class _Shelf:
         if self._used > len(self._bytes):
             raise RuntimeError(
                 f"the tables of a captured update need more than the {len(self._bytes)} bytes set aside for κ = the "
-                "last update's; make the updates before it like the one that is captured"
+                "last update's; make the updates before it like the one that is captured, or opt.expect(kappa)"
             )
         room = self._bytes[start : start + size].view(table.dtype).view(table.shape)
         self._tables.append((room, table))

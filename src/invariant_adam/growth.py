@@ -8,6 +8,7 @@ not small, and the runs of different batch sizes part there. So no update is lar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,18 +19,29 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .unwrap import unwrap
 
 
-def grown_kappa(limit: int, seen: float, ratio: float = 0.1) -> int:
+def grown_kappa(
+    limit: int, seen: float, ratio: float = 0.1, *, whole: int | None = None, powers_of_two: bool = False
+) -> int:
     """How many micro-batches an update has after so many: κ_t = min(limit, max(1, ⌊ratio · seen⌋)).
 
     Args:
         limit: micro-batches that are left of the mini-batch.
         seen: micro-batches of all updates before.
-        ratio: r, the size of the largest update relative to what was seen before it.
+        ratio: r, the size of the largest update relative to what was seen before it; `math.inf` cuts nothing.
+        whole: micro-batches of the whole mini-batch; None: `limit`.
+        powers_of_two: whether an update that is not a whole mini-batch must have a power of two of them.
 
     >>> [grown_kappa(32, seen) for seen in (0, 19, 20, 100, 1_000)]
     [1, 1, 2, 10, 32]
+    >>> [grown_kappa(24, seen, powers_of_two=True) for seen in (0, 19, 20, 100, 1_000)]
+    [1, 1, 2, 8, 24]
     """
-    return min(limit, max(1, int(ratio * seen + 1e-9)))
+    whole = limit if whole is None else whole
+    bound = ratio * seen + 1e-9 if ratio < math.inf else whole  # the product may be a rounding below a whole number
+    kappa = max(1, int(min(bound, limit)))
+    if not powers_of_two or kappa == whole:
+        return kappa
+    return 1 << (kappa.bit_length() - 1)
 
 
 class BatchGrowth:
@@ -39,7 +51,10 @@ class BatchGrowth:
 
     Args:
         optimizer: an `InvariantAdam`.
-        ratio: r, the size of the largest update relative to what was seen before it.
+        ratio: r, the size of the largest update relative to what was seen before it. `math.inf` cuts nothing, and
+            says that a large first update is meant (see `FirstUpdateWarning`).
+        powers_of_two: cut into powers of two of micro-batches, so that few sizes come and each can be a CUDA graph
+            (`capture(..., by_size=True)`).
 
     A mini-batch of 64 samples, M = 2: the first updates have one micro-batch, later ones more.
 
@@ -57,25 +72,27 @@ class BatchGrowth:
     [2, 2, 2, 2, 2, 2, 2, 2, 4, 4, 6, 6, 8, 10, 10]
     """
 
-    def __init__(self, optimizer: Optimizer, ratio: float = 0.1) -> None:
+    def __init__(self, optimizer: Optimizer, ratio: float = 0.1, *, powers_of_two: bool = False) -> None:
         if not ratio > 0:
             raise ValueError(f"ratio must be positive, got {ratio}; 0.1 is where smaller ones stop to pay")
-        self.optimizer, self.ratio = unwrap(optimizer), ratio
+        self.optimizer, self.ratio, self.powers_of_two = unwrap(optimizer), ratio, powers_of_two
+        self.optimizer.queue.grows = True
 
-    def next_kappa(self, limit: int) -> int:
+    def next_kappa(self, limit: int, whole: int | None = None) -> int:
         """How many micro-batches the coming update has on this rank; the optimizer is told, by `expect`.
 
         Args:
             limit: micro-batches that are left of the mini-batch, the same on all ranks. An update does not cross its
                 end.
+            whole: micro-batches of the whole mini-batch; None: as many as are left. Only powers of two ask for it.
         """
         opt = self.optimizer
         if limit < 1:
             raise ValueError(f"limit must be at least one micro-batch, got {limit}")
         opt.queue.update.refuse_open("BatchGrowth", "an update cannot be cut once it is open. Call step() first")
         ranks = opt.queue.reducer.size
-        seen = opt.samples_seen / (opt.micro_batch_size or 1)
-        kappa = grown_kappa(limit, seen / ranks, self.ratio)
+        seen = opt.samples_seen / (opt.micro_batch_size or 1) / ranks
+        kappa = grown_kappa(limit, seen, self.ratio, whole=whole, powers_of_two=self.powers_of_two)
         opt.expect(kappa * ranks)
         return kappa
 
@@ -95,9 +112,10 @@ class BatchGrowth:
         if len(lengths) != 1:
             raise ValueError(f"split() needs tensors with as many samples each, got {sorted(lengths)} in dimension 0")
         samples = lengths.pop()
+        kappas = -(-samples // size)
         first = 0
         while first < samples:
-            kappa = self.next_kappa(-(-(samples - first) // size))
+            kappa = self.next_kappa(-(-(samples - first) // size), kappas)
             last = min(first + kappa * size, samples)
             if last - first < kappa * size:  # the last micro-batch is short
                 self.optimizer.expect((last - first) / size * self.optimizer.queue.reducer.size)

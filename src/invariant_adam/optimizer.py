@@ -289,7 +289,7 @@ class InvariantAdam(Optimizer):
             rule, rho = RULES[group["rule"]], scalars.rho_at(group, tally.kappa)  # ρ = κM/B₀
             betas = scalars.betas_at(group, tally.kappa)  # 1 − γ′
             new = scalars.close(history, tally, betas)  # c and P after this update
-            self.queue.warn_of_surprise(tally, betas[0])
+            self.queue.warn_of_surprise(tally, betas[0], rho)
             x, y = scalars.debias(new)  # m̂ = m/x with x = c₁(1−P₁),  √v̂ = √v/y with y² = c₂(1−P₂)
             scaled_lr = lr * rule.lr(rho)  # η′
             keep = 1.0  # 1 − η′λ

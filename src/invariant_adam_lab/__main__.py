@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 LAB = ("matplotlib", "numpy", "rich", "typer")  # what the extra `lab` brings
 
 
 def main() -> None:
     """Run the command line, or say in one line which extra it needs."""
+    # How a run of the lab begins is one of its settings, and what a benchmark times is no training.
+    warnings.filterwarnings("ignore", "the first update has")
     try:
         from .cli import app
 

@@ -42,6 +42,14 @@ def test_replicas_equal_one_process(pool, ddp, updates, how):
         check(pool.run("replicated", 2, updates=updates, ddp=ddp, queue=queue, **how))
 
 
+@pytest.mark.parametrize(("ddp", "one_pass"), [(False, True), (True, False)], ids=["one-pass", "ddp"])
+def test_ranks_grow_in_alike(pool, ddp, one_pass):
+    first, second = answers = pool.run("growing", 2, ddp=ddp, one_pass=one_pass, samples=22)  # the last one is short
+    check(answers)
+    assert first["sizes"] == second["sizes"]
+    assert len(set(first["sizes"])) > 2
+
+
 CLOSE = {"w": 1e-6, "m": 1e-6, "v": 1e-6, "counters": 1e-9, "samples": 0}
 
 

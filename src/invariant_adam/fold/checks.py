@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import chain
 from typing import Any
 
@@ -202,6 +203,24 @@ def unfolded(name: str, in_backward: bool, lost: int) -> str:
     return found + (
         "it was assigned after the backward, by hand or by a wrapper such as DistributedDataParallel; drop the "
         'update with opt.abandon(), and unwrap the model or use InvariantAdam(fold="call") and opt.fold()'
+    )
+
+
+class FirstUpdateWarning(UserWarning):
+    """The first update of a run is larger than the tuned batch, and nobody chose that: see `BatchGrowth`."""
+
+
+def warn_of_first_update(kappa: float, rho: float) -> None:
+    """Warn, on one rank, of a first update of κ micro-batches, ρ > 1 times the tuned batch."""
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_rank():
+        return
+    warnings.warn(
+        f"the first update has {kappa:g} micro-batches, {rho:g} times the tuned batch, and its share in the averages "
+        "is 1: runs of different batch sizes part here. Grow in with ia.BatchGrowth(opt), or ignore "
+        "ia.FirstUpdateWarning",
+        FirstUpdateWarning,
+        stacklevel=8,  # the line that calls step()
     )
 
 

@@ -50,6 +50,7 @@ class FoldQueue:
         self.watch = DivisorWatch()
         self.update = Update()
         self.surprised = False  # the user was warned of an update whose size nobody announced
+        self.grows = False  # how large the first updates are is chosen: `BatchGrowth` says so
         self._start()
 
     def _start(self) -> None:
@@ -396,8 +397,14 @@ class FoldQueue:
             for alike in self._alike([waiting[p] for p in step.params if p in waiting] if waiting else []):
                 self.launcher.fold_step(alike, step)
 
-    def warn_of_surprise(self, tally: Tally, beta: float) -> None:
-        """Warn once of an update so unlike the one before that m forgets far more or less than β₁′."""
+    def warn_of_surprise(self, tally: Tally, beta: float, rho: float) -> None:
+        """Warn once of an update so unlike the one before that m forgets far more or less than β₁′.
+
+        And of a first update that is larger than the tuned batch, where nobody chose that.
+        """
+        if tally.a is None and not self.grows and rho > 1 < tally.kappa and not self.moments.groups[0]["samples_seen"]:
+            self.grows = True  # once
+            checks.warn_of_first_update(tally.kappa, rho)
         message = None if self.surprised else checks.surprise(tally, beta)
         if message is not None:
             self.surprised = True
