@@ -58,7 +58,7 @@ class Samples:
         ids = torch.tensor([vocabulary[c] for c in text])
         count = (len(ids) - 1) // context
         if count < 1:
-            raise SystemExit(f"the text is too short for --context {context}")
+            raise SystemExit(f"--context {context} is too long for {len(ids)} characters; give a longer --text")
         self.x = ids[: count * context].view(count, context)
         self.y = ids[1 : count * context + 1].view(count, context)
 
@@ -156,14 +156,22 @@ def test(model, data, device):
     return float(torch.stack(losses).mean())
 
 
+def multiple(option, value, of, what):
+    """Refuse a number of samples that has no whole number of parts."""
+    if value < 1 or value % of:
+        near = max(value // of, 1) * of
+        raise SystemExit(f"{option} {value} is no multiple of {of}, which is {what}; use {near} or {near + of}")
+
+
 def main():
     args = arguments()
-    if args.grow_from % args.micro_batch or args.batch % args.grow_from or args.samples % args.batch:
-        raise SystemExit("--samples must be a multiple of --batch, that of --grow-from, and that of --micro-batch")
+    multiple("--micro-batch", args.micro_batch, 1, "one sample")
+    multiple("--grow-from", args.grow_from, args.micro_batch, "--micro-batch")
+    multiple("--batch", args.batch, args.grow_from, "--grow-from")
+    multiple("--samples", args.samples, args.batch, "--batch")
     rank, ranks, device = start(args)
-    even = args.micro_batch * ranks
-    if args.mode == "fsdp2" and args.grow_from % even:
-        raise SystemExit(f"FSDP2 needs equal shares: --grow-from must be a multiple of {even} samples")
+    if args.mode == "fsdp2":  # its ranks have equal shares
+        multiple("--grow-from", args.grow_from, args.micro_batch * ranks, f"--micro-batch × {ranks} ranks of FSDP2")
     train, held_out, characters = read(args)
     model, optimizer = build(args, characters, device)
     schedule = ia.SampleLambdaLR(optimizer, ia.warmup_cosine(args.samples // 10, args.samples, floor=0.1))

@@ -56,6 +56,23 @@ def test_updates_grow(tmp_path):
     assert sum(sizes) == 360
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--batch=6", "--grow-from=4"], "--batch 6 is no multiple of 4, which is --grow-from; use 4 or 8"),
+        (["--samples=100", "--batch=16"], "--samples 100 is no multiple of 16, which is --batch; use 96 or 112"),
+        (["--micro-batch=0"], "--micro-batch 0 is no multiple of 1, which is one sample; use 1 or 2"),
+        (["--context=9999999"], "--context 9999999 is too long for "),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_remedy(arguments, text, tmp_path):
+    command = [sys.executable, str(EXAMPLE), f"--out={tmp_path}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_it_learns(alone):
     losses = [float(x) for x in re.findall(r" loss ([\d.]+)", alone)]
     assert held_out(alone) < losses[0] < 5.2

@@ -1,6 +1,7 @@
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -149,7 +150,8 @@ def test_the_table_is_for_people(tmp_path):
     assert result.returncode == 0, result.stderr
     for text in ("gpt-char", "B = 4, float32, eager", "× plain", "one-pass", f"2 measured, 0 found; wrote {out}"):
         assert text in result.stdout
-    assert "one-pass" in result.stderr
+    assert "[2/2] gpt-char context=6 width=16" in result.stderr
+    assert re.search(r"eager: one-pass, M 2, ms [\d.]+, × plain [\d.]+, TFLOP/s", result.stderr)
 
 
 def test_step_times_kernels_and_updates(tmp_path, device):
@@ -300,6 +302,7 @@ def test_peers_compares_and_writes(tmp_path):
     out = tmp_path / "bench.json"
     options = ["--nets", "mlp", "--rounds", "1", "--no-memory", "--json", "--out", str(out)]
     result = python("-m", "invariant_adam", "bench", "peers", *options)
+    assert re.search(r"\[16/16\] mlp, M = 16, ours: [\d.]+ ms, [\d.]+ × plain, exact", result.stderr), result.stderr
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == json.loads(out.read_text())
     ours = [c for c in json.loads(result.stdout)["cells"] if c["method"] == "ours"]

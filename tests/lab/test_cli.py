@@ -122,6 +122,33 @@ def test_help_helps():
         assert "--json" in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in ("scale", "demo", "reproduce", "bench"))]
+)
+def test_help_and_version_import_neither_torch_nor_matplotlib(arguments):
+    code = (
+        "import sys; from invariant_adam_lab.__main__ import main\n"
+        f"sys.argv[1:] = {arguments!r}\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "slow = {'torch', 'numpy', 'matplotlib', 'invariant_adam'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert "invariant-adam" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["verify", "demo", "figures", "reproduce", "bench one-pass", "bench peers"])
+def test_the_terminal_breaks_the_paragraphs_of_a_help_text(command):
+    told = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).output
+    text = told.split("╭")[0]
+    for line, following in zip(text.splitlines(), text.splitlines()[1:], strict=False):
+        first = following.split()[:1]
+        if line.strip() and first:  # a line ends where the next word does not fit
+            assert len(line.rstrip()) + 1 + len(first[0]) > 78, line
+
+
 def test_the_module_and_its_version():
     result = python("-m", "invariant_adam", "--version")
     assert result.returncode == 0, result.stderr

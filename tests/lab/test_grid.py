@@ -1,7 +1,6 @@
 """Which runs a grid has, how they are made and kept, and the command that does it."""
 
 import csv
-import inspect
 import json
 import math
 import os
@@ -20,8 +19,6 @@ import torch
 from lab_runs import TINY, Told, invoke
 
 import invariant_adam
-from invariant_adam_lab.cli import experiments
-from invariant_adam_lab.cli.reproduce import reproduce
 from invariant_adam_lab.grids import grid, store, workers
 from invariant_adam_lab.grids.grid import Choice
 from invariant_adam_lab.results.curves import COLUMNS
@@ -422,10 +419,20 @@ def test_a_worker_that_is_killed_loses_its_run_alone(tmp_path):
     assert len(rows_of(tmp_path / "vit-curves-smoke-e6")) == 6 * kept
 
 
-@pytest.mark.parametrize("command", [experiments.data, reproduce, experiments.figures])
-def test_help_is_written_for_80_columns(command):
-    """Where a line of a docstring is longer than the terminal is wide, its rest stands on a line of its own."""
-    assert all(len(line) <= 78 for line in (inspect.getdoc(command) or "").split("\n\n", 1)[1].splitlines())
+def test_it_asks_before_it_downloads_for_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("INVARIANT_ADAM_DATA", str(tmp_path / "nothing"))
+    found = invoke("gpt", "--device", "cpu", "--out", str(tmp_path / "runs"))
+    assert found.exit_code == 2
+    said = (
+        "gpt-curves-short trains on tinyshakespeare, which is not on this machine, and runs on the CPU: --yes downloads"
+    )
+    assert said in " ".join(found.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_smoke_says_that_it_is_a_test(tmp_path):
+    found = invoke("gpt", "--preset", "smoke", "--budget", "0", "--no-figures", "--out", str(tmp_path))
+    assert "--preset smoke only tests that everything works" in found.stderr
 
 
 @pytest.mark.parametrize(

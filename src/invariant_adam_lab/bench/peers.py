@@ -210,13 +210,31 @@ def peak(net: str, method: str, M: int) -> float:
     return grown
 
 
+def number_of_cells(nets: tuple[str, ...]) -> int:
+    """How many cells these nets have: BackPACK squares at M = 1 only."""
+    return len(nets) * (len(METHODS) * len(MICRO) - len(MICRO) + 1)
+
+
 def run(
-    rounds: int = 11, memory: bool = True, nets: tuple[str, ...] = NETS, tell: Callable[[str], None] = print
+    rounds: int = 11,
+    memory: bool = True,
+    nets: tuple[str, ...] = NETS,
+    begin: Callable[[str], None] = lambda text: None,
+    finish: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure all cells and return them as JSON holds them; `tell` is told of each when it is done."""
+    """Measure all cells and return them as JSON holds them.
+
+    Args:
+        rounds: how often each method is timed.
+        memory: measure the peak memory of each cell, too.
+        nets: some of `NETS`.
+        begin: is told what is being measured.
+        finish: is told of each cell when it is done.
+    """
     torch.set_num_threads(2)
     cells: list[dict[str, Any]] = []
     for net, M in itertools.product(nets, MICRO):
+        begin(f"{net}, M = {M}: all methods in turn")
         want = prepare("loop", net, M)()  # type: ignore[misc]
         assert want is not None
         steps: dict[str, Callable[[], Any]] = {}
@@ -234,6 +252,7 @@ def run(
                 except Exception as error:
                     failed = f"{type(error).__name__}: {error}"[:200]
                     cells.append({"net": net, "M": M, "method": method, "error": failed})
+                    finish(f"{net}, M = {M}, {method}: {failed}")
                     continue
                 steps[method], checked[method] = step, (seconds, *disagreement(result, want))
                 del result
@@ -259,7 +278,7 @@ def run(
             if memory:
                 cell["peak_mb"] = _fresh(net, method, M)
             cells.append(cell)
-            tell(_line(cell))
+            finish(_line(cell))
     return {
         "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "versions": {
@@ -280,10 +299,9 @@ def _fresh(net: str, method: str, M: int) -> float | None:
 def _line(cell: dict[str, Any]) -> str:
     mb = cell.get("peak_mb")
     return (
-        f"{cell['net']:4} M={cell['M']:<3} {cell['method']:9} {cell['ms']:9.1f} ms "
-        f"{cell['ratio']:7.2f} x  "
-        f"{'' if mb is None else f'{mb:7.0f} MB'}  "
-        f"{'exact' if cell['exact'] else '' if cell['method'] == 'plain' else 'not exact'}"
+        f"{cell['net']}, M = {cell['M']}, {cell['method']}: {cell['ms']:.1f} ms, {cell['ratio']:.2f} × plain"
+        f"{'' if mb is None else f', peak grows by {mb:.0f} MB'}"
+        f"{'' if cell['method'] == 'plain' else ', exact' if cell['exact'] else ', not exact'}"
     )
 
 
@@ -293,17 +311,19 @@ def table(record: dict[str, Any]) -> str:
     columns = [(n, M) for n in nets for M in MICRO]
     lines = ["| | " + " | ".join(f"{n} M={M}" for n, M in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for method in METHODS:
-        row = []
-        for n, M in columns:
-            found = [c for c in record["cells"] if (c["net"], c["M"], c["method"]) == (n, M, method)]
-            if not found or "ratio" not in found[0]:
-                row.append("-")
-                continue
-            cell = found[0]
-            mark = "" if cell["exact"] or method == "plain" else " (not exact)"
-            row.append(f"{cell['ratio']:.2f} / {cell.get('peak_mb') or 0:.0f}{mark}")
+        row = [cell(record, net, M, method) for net, M in columns]
         lines.append(f"| {method} | " + " | ".join(row) + " |")
     return "\n".join(lines)
+
+
+def cell(record: dict[str, Any], net: str, M: int, method: str) -> str:
+    """One cell: ratio to plain / growth of the peak in MB, where it was measured."""
+    found = [c for c in record["cells"] if (c["net"], c["M"], c["method"]) == (net, M, method)]
+    if not found or "ratio" not in found[0]:
+        return "-"
+    one = found[0]
+    mark = "" if one["exact"] or method == "plain" else " (not exact)"
+    return f"{one['ratio']:.2f}" + (f" / {one['peak_mb'] or 0:.0f}" if "peak_mb" in one else "") + mark
 
 
 if __name__ == "__main__":  # one cell of memory, in a process of its own

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from invariant_adam import __version__
-
 from . import bench, demo, experiments, reproduce, theory
-from .console import stdout
+from .console import help_of, stdout
 
 app = typer.Typer(
     add_completion=False,
@@ -20,14 +21,24 @@ app = typer.Typer(
 )
 commands = (theory.verify, theory.scale, demo.demo, experiments.data, experiments.figures, reproduce.reproduce)
 for command in commands:  # in the order of the help text
-    app.command()(command)
+    app.command(help=help_of(command))(command)
 app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        stdout.print(f"invariant-adam {__version__}")
+        stdout.print(f"invariant-adam {library_version()}")
         raise typer.Exit
+
+
+def library_version() -> str:
+    """Read the library's version from its source: importing the library would import torch, which takes seconds."""
+    spec = importlib.util.find_spec("invariant_adam")
+    assert spec is not None
+    assert spec.origin is not None
+    found = re.search(r'^__version__ = "(.*)"$', Path(spec.origin).read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 @app.callback()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from .console import fail, fail_to_write, new_table, print_json, stderr, stdout, stop
+from .console import fail, fail_to_write, help_of, new_table, print_json, stderr, stdout, stop
 from .options import InPrecision, Json, Precision, Where, device_of, precision_of, words
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ Sets = Annotated[
 ]
 
 
-@app.command("one-pass")
 def bench_one_pass(
     model: Models = None,
     batch: Batch = None,
@@ -87,7 +86,6 @@ def bench_one_pass(
     _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, rounds=rounds, tell=tell, turn=turn), bench, as_json)
 
 
-@app.command("step")
 def bench_step(
     tensors: Annotated[
         list[str] | None,
@@ -125,7 +123,6 @@ def bench_step(
     _bench(rows, number, lambda tell: bench.measure(todo, rows, device=where, rounds=rounds, tell=tell), bench, as_json)
 
 
-@app.command("memory")
 def bench_memory(
     model: Models = None,
     batch: Batch = None,
@@ -160,7 +157,6 @@ def bench_memory(
     _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, tell=tell), bench, as_json)
 
 
-@app.command("peers")
 def bench_peers(
     rounds: Rounds = 11,
     nets: Annotated[str, typer.Option(help="Which nets, with commas.")] = "mlp,cnn,gpt",
@@ -182,11 +178,9 @@ def bench_peers(
     if not chosen or not set(chosen) <= set(bench.NETS):
         fail(f"--nets must be some of {', '.join(bench.NETS)}, got {nets!r}")
 
-    def tell(line: str) -> None:
-        stderr.print(line, markup=False)
-
     try:
-        result = bench.run(rounds, memory, chosen, tell)
+        with _Lines(bench.number_of_cells(chosen)) as lines:
+            result = bench.run(rounds, memory, chosen, lines.begin, lines.finish)
         record.write_json(out, result)
     except KeyboardInterrupt:
         stop("; nothing was written.")
@@ -195,8 +189,59 @@ def bench_peers(
     if as_json:
         print_json(result)
         return
-    stdout.print(bench.table(result), markup=False, soft_wrap=True)
-    stdout.print(f"wrote {out}")
+    for net in chosen:
+        what = "time over a plain forward and backward" + " / growth of the peak, MB" * memory
+        stdout.print(f"[bold]{net}[/bold]: {what}")
+        table = new_table()
+        for i, head in enumerate(("", *(f"M = {M}" for M in bench.MICRO))):
+            table.add_column(head, justify="right" if i else "left", no_wrap=True)
+        for method in bench.METHODS:
+            table.add_row(method, *(bench.cell(result, net, M, method) for M in bench.MICRO))
+        stdout.print(table)
+    stdout.print(f"wrote {out}", markup=False, soft_wrap=True)
+
+
+class _Lines:
+    """Draw a benchmark's progress: a bar that names what is being measured, and a line for each row that is done."""
+
+    def __init__(self, work: int) -> None:
+        columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
+        self.bar = Progress(*columns, console=stderr, transient=True)
+        self.task = self.bar.add_task("", total=work)
+
+    def __enter__(self) -> _Lines:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def begin(self, text: str) -> None:
+        self.bar.update(self.task, description=text)
+
+    def finish(self, line: str) -> None:
+        self.bar.advance(self.task)
+        done = self.bar.tasks[0]
+        self.bar.console.print(f"[{done.completed:.0f}/{done.total:.0f}] {line}", markup=False, soft_wrap=True)
+
+
+def labelled(head: tuple[str, ...], cells: tuple[str, ...]) -> str:
+    """Write a row of a table in a line, each number after its name.
+
+    >>> labelled(("method", "M", "ms", "peak GiB"), ("loop", "2", "1.50", ""))
+    'loop, M 2, ms 1.50'
+    """
+    named = [f"{name} {cell}" for name, cell in zip(head[1:], cells[1:], strict=False) if cell]
+    return ", ".join([cells[0], *named])
+
+
+for _name, _command in (
+    ("one-pass", bench_one_pass),
+    ("step", bench_step),
+    ("memory", bench_memory),
+    ("peers", bench_peers),
+):
+    app.command(_name, help=help_of(_command))(_command)
 
 
 def _cases(
@@ -258,15 +303,11 @@ def _bench(
 ) -> NoReturn:
     """Measure with a progress bar, print all rows of the file; exit code 1 when a new one is an error."""
     kept, failed = len(rows.rows), 0
-    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), console=stderr)
     try:
-        with bar:
-            task = bar.add_task("", total=work)
-            for row in measure(lambda text: bar.update(task, description=text)):
+        with _Lines(work) as lines:
+            for row in measure(lines.begin):
                 failed += "error" in row
-                text = row.get("error") or "  ".join(bench.cells(row))
-                bar.console.print(f"{bench.title(row)}: {text}", markup=False, soft_wrap=True)
-                bar.advance(task)
+                lines.finish(f"{bench.title(row)}: {row.get('error') or labelled(bench.HEAD, bench.cells(row))}")
     except KeyboardInterrupt:
         stop(f". {len(rows.rows)} rows are in {rows.path}; the same command goes on from there.")
     except OSError as error:

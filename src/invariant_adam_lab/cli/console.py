@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +48,12 @@ def wrote(paths: Iterable[Path]) -> None:
 def print_json(result: dict[str, Any]) -> None:
     """Print a result as JSON to stdout."""
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
+
+
+def help_of(command: Callable[..., object]) -> str:
+    """Give the help text of a command: its docstring, whose paragraphs the terminal breaks where it must."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def new_table(title: str | None = None) -> Table:

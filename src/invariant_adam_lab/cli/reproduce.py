@@ -67,7 +67,10 @@ HOW, RESULT = "How it is made", "What comes of it"  # panels of the help text, b
 
 ModelName = Annotated[Model, typer.Argument(help="What to train.")]
 PresetName = Annotated[
-    Preset, typer.Option(help="The paper's grid (200 epochs), a short one (10), or small models on made-up data.")
+    Preset,
+    typer.Option(
+        help="The paper's grid (200 epochs), a short one (10), or smoke: small models on made-up data, a test."
+    ),
 ]
 GridName = Annotated[
     Comparison,
@@ -132,6 +135,10 @@ DataPath = Annotated[
         rich_help_panel=HOW,
     ),
 ]
+Yes = Annotated[
+    bool,
+    typer.Option("--yes", "-y", help="Download a dataset without asking, also where no GPU is.", rich_help_panel=HOW),
+]
 Out = Annotated[
     Path, typer.Option(metavar="FOLDER", help="For all grids; each has a folder in it.", rich_help_panel=RESULT)
 ]
@@ -172,6 +179,7 @@ def reproduce(
     precision: InPrecision = None,
     device: Where = None,
     path: DataPath = None,
+    yes: Yes = False,
     out: Out = Path("runs"),
     figures: Figures = True,
     dry_run: DryRun = False,
@@ -185,7 +193,7 @@ def reproduce(
     on another machine that shares the folder. The sharpest comparisons come
     first.
 
-    Everything in small, on a CPU, in seconds:
+    Does everything work? In small, on a CPU, in seconds:
     [cyan]invariant-adam reproduce resnet-bn --preset smoke[/cyan]
 
     What the paper's grid costs, and how to run it on 8 GPUs:
@@ -233,6 +241,8 @@ def reproduce(
         dry_run_of.show(plan, setup, gpus, device is Device.cpu, as_json)
         return
     lines = _begin(plan, mine, setup, shard, no_gpu=device is None and where == "cpu")
+    if lines.done < len(mine) and not yes:
+        _ask_to_download(plan, setup)
     with _refusals(out, path), _gathering(plan, setup, lines):
         _make(plan, mine, setup, lines)
         result = store.gather(plan, setup, _command())
@@ -278,11 +288,30 @@ def _begin(plan: Grid, mine: list[Run], setup: Setup, shard: str, *, no_gpu: boo
         remedy = "pip install 'invariant-adam[tensorboard]'"
         stderr.print(f"TensorBoard is not installed, so that no logs are written for it: {remedy}", markup=False)
     lines = _Lines(mine, setup)
+    if plan.small:
+        say(
+            "note: --preset smoke only tests that everything works: small models, made-up data, numbers without meaning"
+        )
     if not mine:
         say(f"note: --shard {shard} is empty, as the grid has {count(len(plan.runs), 'run')}")
     if no_gpu and not plan.small and lines.done < len(mine):
         say("note: there is no GPU here, and on a CPU a grid of this size may take days; --preset smoke takes seconds")
     return lines
+
+
+def _ask_to_download(plan: Grid, setup: Setup) -> None:
+    """Ask before a dataset is fetched for a training that a CPU may never end."""
+    from ..training.data import at_hand
+    from ..training.runs import RECIPES
+
+    dataset = RECIPES[plan.model].dataset
+    if setup.device != "cpu" or plan.small or setup.path is not None or at_hand(dataset):
+        return
+    what = f"{plan.name} trains on {dataset}, which is not on this machine, and runs on the CPU"
+    if not sys.stdin.isatty():
+        fail(f"{what}: --yes downloads it all the same, --data names its place, --preset smoke needs no data")
+    if not typer.confirm(f"{what}. Download it?", err=True):
+        stop("; nothing was downloaded.")
 
 
 def _make(plan: Grid, mine: list[Run], setup: Setup, lines: _Lines) -> None:

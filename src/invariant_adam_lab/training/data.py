@@ -384,6 +384,14 @@ def _place(found: Images | Text) -> Path:
     return root() / ("cifar10.npz" if isinstance(found, Images) else "tinyshakespeare.txt")
 
 
+def at_hand(dataset: str) -> bool:
+    """Whether "cifar10" or "tinyshakespeare" is on this machine: as a cached file, or as files it can be made of."""
+    if dataset == "tinyshakespeare":
+        return (root() / "tinyshakespeare.txt").exists()
+    names = ("cifar10.npz", "cifar-10-python.tar.gz", "cifar-10-batches-py", "*.png", "*.tgz")
+    return any(next(root().glob(name), None) for name in names)
+
+
 def keep(found: Images | Text, tell: Tell) -> None:
     """Cache a verified dataset; where the folder cannot be written, say so and go on."""
     place = _place(found)
