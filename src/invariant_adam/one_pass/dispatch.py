@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .exchange import Open
 from .groups import Groups, UnsupportedUse, without_samples
 from .mini_batch import MiniBatch, Mode
-from .ops.base import OPERATIONS
+from .ops.base import OPERATIONS, as_called
 from .weight import Handle, lift, names_of
 
 PROPERTIES = {name for name in dir(Tensor) if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")}
@@ -225,11 +225,17 @@ def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Ha
             )
         a = where[0]
         merged.append(groups.merge([o.movedim(a + 1, 1) if a else o for o in outs], a))
+    values = [a.value if isinstance(a, Handle) else a for a in given]
     if mini.probe is not None:
         with torch.no_grad():
-            plain = call(*[a.value if isinstance(a, Handle) else a for a in given])
+            plain = call(*values)
         mini.probe.compare(names, name, merged, tree_flatten(plain)[0])
-    return tree_unflatten(merged, flat[0][1])
+    result = tree_unflatten(merged, flat[0][1])
+    if name in RANDOM:
+        return result
+    if not torch.compiler.is_compiling():
+        values = [lift(a.value, a) if isinstance(a, Handle) else a for a in given]
+    return as_called(result, call, *values)
 
 
 def _axis_of(groups: Groups, x: Tensor, name: str, names: str) -> int:

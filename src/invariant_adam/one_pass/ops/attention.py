@@ -7,6 +7,7 @@ products (see `linear`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,11 +42,14 @@ def _project(
     def apply(x: Tensor, w: Any, b: Any) -> Tensor:
         return linear_with(mini, "multi_head_attention", x, w, b, axis=1)  # type: ignore[no-any-return]
 
+    def parted(y: Tensor, n: int) -> Iterable[Tensor]:  # each alone in memory, as torch has them
+        return y.unflatten(-1, (n, E)).movedim(-2, 0).contiguous()  # type: ignore[no-any-return]
+
     if separate is None and query is key and key is value:
-        q, k, v = apply(query, weight, bias).chunk(3, dim=-1)
+        q, k, v = parted(apply(query, weight, bias), 3)
     elif separate is None and key is value:
         w, b = _rows(mini, weight, [E, 2 * E]), _rows(mini, bias, [E, 2 * E])
-        q, (k, v) = apply(query, w[0], b[0]), apply(key, w[1], b[1]).chunk(2, dim=-1)
+        q, (k, v) = apply(query, w[0], b[0]), parted(apply(key, w[1], b[1]), 2)
     else:
         w, b = separate or _rows(mini, weight, [E, E, E]), _rows(mini, bias, [E, E, E])
         q, k, v = map(apply, (query, key, value), w, b)
@@ -87,24 +91,34 @@ def multi_head_attention(
     source, width = key.shape[0], E // num_heads
     separate = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
     q, k, v = _project(mini, query, key, value, in_proj_weight, in_proj_bias, separate)
-    # (T, B, E) -> (B, H, T, E/H)
-    q, k, v = (t.reshape(len(t), rows, num_heads, width).permute(1, 2, 0, 3) for t in (q, k, v))
-    mask = _additive(attn_mask, q.dtype)
-    if mask is not None and mask.ndim == 3:
-        mask = mask.view(rows, num_heads, length, source)
-    padding = _additive(key_padding_mask, q.dtype)
+    # (T, B, E) -> (B·H, T, E/H), and from here on what torch does, number for number.
+    q, k, v = (t.reshape(len(t), rows * num_heads, width).transpose(0, 1) for t in (q, k, v))
+    if is_causal and key_padding_mask is None and not need_weights:
+        mask = None
+    else:
+        mask = _additive(attn_mask, query.dtype)
+        mask = mask[None] if mask is not None and mask.ndim == 2 else mask
+        is_causal = is_causal and key_padding_mask is None
+    padding = _additive(key_padding_mask, query.dtype)
     if padding is not None:
-        padding = padding.view(rows, 1, 1, source)
+        padding = padding.view(rows, 1, 1, source).expand(-1, num_heads, -1, -1).reshape(-1, 1, source)
         mask = padding if mask is None else mask + padding
     p = dropout_p if training else 0.0
     if need_weights:
-        scores = (q / math.sqrt(width)) @ k.transpose(-1, -2)
-        weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), p)
-        out = weights @ v
+        scaled = q * math.sqrt(1.0 / float(width))
+        scores = torch.bmm(scaled, k.mT) if mask is None else torch.baddbmm(mask, scaled, k.mT)
+        weights = scores.softmax(-1)
+        if p > 0.0:
+            weights = F.dropout(weights, p)
+        out = torch.bmm(weights, v).transpose(0, 1).reshape(length, rows, E)
+        weights = weights.view(rows, num_heads, length, source)
         weights = weights.mean(1) if average_attn_weights else weights
     else:
-        out, weights = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=is_causal and mask is None), None
-    out = out.permute(2, 0, 1, 3).reshape(length, rows, E)
+        if mask is not None:
+            mask = mask[None] if mask.shape[0] == 1 else mask.view(rows, num_heads, -1, source)
+        q, k, v = (t.view(rows, num_heads, -1, width) for t in (q, k, v))
+        out, weights = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal), None
+        out = out.permute(2, 0, 1, 3).reshape(length, rows, E)
     return linear_with(mini, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1), weights
 
 
@@ -116,10 +130,14 @@ def scaled_dot_product_attention(
     """Attention with a learned bias for a mask, in plain operations: the fused kernels do not differentiate it."""
     if any(mini.holds(t) for t in (query, key, value)):
         return NotImplemented
+    given = query, key, value, attn_mask
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
     scores = query @ key.transpose(-1, -2)
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     scores = dispatch(torch.add, (scores, attn_mask), {})
-    return F.dropout(scores.softmax(-1), dropout_p) @ value
+    y = F.dropout(scores.softmax(-1), dropout_p) @ value
+    if dropout_p:  # which has drawn its numbers
+        return y
+    return base.as_called(y, func, *given, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)

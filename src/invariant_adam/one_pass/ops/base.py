@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...kernels import sums
 from ...kernels.gemm_square import sum_square, wide
 from .. import into
 from ..groups import Groups, UnsupportedUse, join
-from ..weight import Handle, Weight, names_of
+from ..weight import Handle, Lifted, Weight, names_of
 
 if TYPE_CHECKING:
     from ..mini_batch import MiniBatch
@@ -282,6 +283,51 @@ def _added(each: Sequence[Tensor]) -> Tensor:
 def owned(y: Tensor) -> Tensor:
     """y as no view of anything: autograd forbids writing in place over a view that a Function returns."""
     return torch.ops.aten._unsafe_view(y, y.shape)
+
+
+class Own(Function):
+    """The model's own result of an operation, in place of the one that its rule follows: same gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, followed: Tensor, own: Tensor) -> Tensor:
+        ctx.dtype = followed.dtype
+        return owned(own)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.to(ctx.dtype), None
+
+
+def as_called(followed: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of the very call that the model made, which a rule follows by other operations.
+
+    These may round otherwise, or give another dtype under autocast. The arguments may hold parameters.
+    """
+    if torch.compiler.is_compiling():  # a trace has no leaves, and compiled kernels round by themselves
+        with torch.no_grad():
+            own = func(*args, **kwargs)
+    else:  # torch chooses some kernels by what is differentiable
+        given, form = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([_leaf(t) for t in given], form)
+        with torch.enable_grad():
+            own = func(*args, **kwargs)
+    leaves, spec = tree_flatten(followed)
+    mine = tree_flatten(own)[0]
+    return tree_unflatten([_as_own(a, b) for a, b in zip(leaves, mine, strict=True)], spec)
+
+
+def _leaf(t: Any) -> Any:
+    """An argument cut off from the graph, as differentiable as it is."""
+    if not isinstance(t, Tensor):
+        return t
+    lifted = isinstance(t, Lifted) and t.is_floating_point()  # it hides its way back
+    return (t.handle.value if isinstance(t, Lifted) else t).detach().requires_grad_(lifted or t.requires_grad)
+
+
+def _as_own(followed: Any, own: Any) -> Any:
+    if not isinstance(followed, Tensor):
+        return own
+    return Own.apply(followed, own.detach()) if followed.requires_grad else own
 
 
 def refuse_penalty(name: str, use: Use) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,7 +15,7 @@ from ..groups import UnsupportedUse, join
 from ..mini_batch import MiniBatch, Mode
 from ..weight import Weight
 from . import base
-from .norms import Affine
+from .norms import ChannelNorm, Channels
 
 
 class GhostNorm(base.Squaring):
@@ -62,11 +61,17 @@ def batch_norm(
     bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     """Batch norm in either mode."""
-    use = base.use_of(mini, "batch_norm", input, input.ndim - 1, (weight, bias))
+
+    def own(x: Tensor, w: Any, b: Any) -> Tensor:
+        how = False, 0.0, eps, torch.backends.cudnn.enabled
+        return torch.batch_norm(x, w, b, running_mean, running_var, *how)
+
+    how = None if training else Channels(own, input.shape[1], eps, (running_mean, running_var))
+    use = base.use_of(mini, "batch_norm", input, input.ndim - 1, (weight, bias), how)
     if use is None:
         return NotImplemented
     if not training:
-        return base.call(Affine, F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps), use)
+        return base.call(ChannelNorm, input, use)
     entry = next((w.handle.entry for w in use.weights if w.handle is not None and w.handle.entry is not None), None)
     tracked, cumulative = (None, False) if entry is None else (entry.tracked, entry.cumulative)
     return _ghost(mini, input, use, running_mean, running_var, tracked, momentum, cumulative, eps)

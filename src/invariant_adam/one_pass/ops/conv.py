@@ -114,10 +114,10 @@ def convolution(
             f"{names_of([mini.handle_of(weight), mini.handle_of(bias)])} goes through {name} with an input of shape "
             f"{tuple(x.shape)} without a batch dimension; add one"
         )
-    dilation, before = _sizes(dilation, n), None
-    if padding == "same":
+    dilation, more = _sizes(dilation, n), [0]
+    if padding == "same":  # as torch does it: what is odd comes after, before the convolution pads both sides
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        before = [v for t in reversed(total) for v in (t // 2, t - t // 2)]
+        padding, more = [t // 2 for t in total], [v for t in reversed(total) for v in (0, t % 2)]
     last = n == 2 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
     taps = _sizes(stride, n), _sizes(0 if isinstance(padding, str) else padding, n), dilation
     geo = Geometry(tuple(weight.shape), *taps, transposed, _sizes(output_padding, n), groups, last)
@@ -125,7 +125,7 @@ def convolution(
     if use is None:
         return NotImplemented
     x = base.autocast(x)
-    return base.call(Conv, x if before is None else F.pad(x, before), use)
+    return base.call(Conv, F.pad(x, more) if any(more) else x, use)
 
 
 @base.operation("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", line=_line)

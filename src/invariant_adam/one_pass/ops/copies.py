@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import dispatch
+from ..dispatch import dispatch, fallback
 from ..mini_batch import MiniBatch
 from ..weight import Handle, apart, lift
 from . import base
@@ -47,7 +47,9 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     if place.routed is not None:
         return meet(copies[place.routed.ids].squeeze(1), x)
     pieces = zip(groups.cut(copies), groups.stack(x, axis), strict=True)
-    return groups.merge([meet(p, xs) for p, xs in pieces], axis)
+    y = groups.merge([meet(p, xs) for p, xs in pieces], axis)
+    # A number alone does not widen x, as its copies do.
+    return base.as_called(y, func, *args, **kwargs) if h.value.ndim == 0 and h.value.dtype != x.dtype else y
 
 
 @base.operation("expand", "repeat")
@@ -75,6 +77,15 @@ def expand(mini: MiniBatch, func: Any, input: Any, *sizes: Any) -> Any:
 def expand_as(mini: MiniBatch, func: Any, input: Any, other: Tensor) -> Any:
     """`expand` to the shape of another tensor."""
     return dispatch(Tensor.expand, (input, *other.shape), {})
+
+
+@base.operation("prelu")
+def prelu(mini: MiniBatch, func: Any, input: Any, weight: Any) -> Any:
+    """PReLU, whose dtypes autocast makes equal: not where it runs group by group."""
+    if mini.holds(input) or not mini.holds(weight) or input.dtype == weight.dtype:
+        return NotImplemented
+    x = base.autocast(input)
+    return fallback(mini, func, "prelu", (x, dispatch(Tensor.to, (weight, x.dtype), {})), {})
 
 
 @base.operation("__iter__")

@@ -85,9 +85,13 @@ def embedding_bag(
     kept = torch.ones_like(input, dtype=torch.bool) if padding is None else input != padding
     if mode == "max":
         rows = rows.masked_fill(~kept[..., None], -torch.inf).amax(1)
-        return rows.masked_fill(~kept.any(1, keepdim=True), 0)
-    scale = kept.to(rows.dtype)
-    if per_sample_weights is not None:
-        scale = scale * per_sample_weights
-    total = (rows * scale[..., None]).sum(1)
-    return total if mode == "sum" else total / kept.sum(1, keepdim=True).clamp(min=1)
+        y = rows.masked_fill(~kept.any(1, keepdim=True), 0)
+    else:
+        scale = kept.to(rows.dtype)
+        if per_sample_weights is not None:
+            scale = scale * per_sample_weights
+        y = (rows * scale[..., None]).sum(1)
+        if mode == "mean":
+            y = y / kept.sum(1, keepdim=True).clamp(min=1)
+    options = {"mode": mode, "per_sample_weights": per_sample_weights, "padding_idx": padding_idx}
+    return base.as_called(y, func, input, weight, **options)

@@ -81,7 +81,7 @@ class Linear(base.Squaring):
         ctx.use = use
         if not use.settings:
             return base.owned(F.linear(x, w, b))
-        return base.owned(x @ w if b is None else x @ w + b)
+        return base.owned(x @ w if b is None else torch.addmm(b, x, w))  # x @ w + b is float32 under autocast
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -156,4 +156,5 @@ def addmm(mini: MiniBatch, func: Any, input: Any, mat1: Any, mat2: Any, *, beta:
 def bilinear(mini: MiniBatch, func: Any, input1: Tensor, input2: Tensor, weight: Any, bias: Any = None) -> Any:
     """y_o = x₁ᵀ W_o x₂ + b_o: a linear layer of the outer product of its inputs."""
     outer = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
-    return dispatch(F.linear, (outer, dispatch(Tensor.flatten, (weight, 1), {}), bias), {})
+    y = dispatch(F.linear, (outer, dispatch(Tensor.flatten, (weight, 1), {}), bias), {})
+    return base.as_called(y, func, input1, input2, weight, bias)

@@ -63,6 +63,7 @@ def recurrent(mini: MiniBatch, func: Any, x: Any, hx: Any, weights: Any, *rest: 
     if x.ndim != 3 or x.shape[axis] % mini.groups.batch:
         raise UnsupportedUse(f"{names} goes through {name} with an input of shape {tuple(x.shape)} without the batch")
     last: list[States] = []
+    given = x
     for layer in range(layers):
         outs = []
         for d in range(directions):
@@ -74,7 +75,10 @@ def recurrent(mini: MiniBatch, func: Any, x: Any, hx: Any, weights: Any, *rest: 
         x = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
         if dropout and training and layer + 1 < layers:
             x = F.dropout(x, dropout)
-    return (x, *[torch.stack(s) for s in zip(*last, strict=True)])
+    out = (x, *[torch.stack(s) for s in zip(*last, strict=True)])
+    if dropout and training and layers > 1:  # which has drawn its numbers
+        return out
+    return base.as_called(out, func, given, hx, weights, *rest)
 
 
 @base.operation("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -84,7 +88,7 @@ def cell(mini: MiniBatch, func: Any, x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih
     gx = dispatch(F.linear, (x, w_ih, b_ih), {})
     gh = dispatch(F.linear, (states[0], w_hh, b_hh), {})
     out = CELLS[func.__name__.removesuffix("_cell")](gx, gh, states)
-    return out if len(out) > 1 else out[0]
+    return base.as_called(out if len(out) > 1 else out[0], func, x, hx, w_ih, w_hh, b_ih, b_hh)
 
 
 def _run(mini: MiniBatch, name: str, x: Tensor, ws: Any, hx: States, axis: int, reverse: bool) -> tuple[Tensor, States]:

@@ -124,11 +124,21 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
 
 
 def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
-    """The forward through the rules must be the model's own; not that of a batch norm, whose statistics change."""
+    """The forward through the rules must be the model's own, in its own precision, autocast included.
+
+    Not that of a batch norm, whose statistics change.
+    """
     with trial.plainly():
         plain = trial.outputs()
     for a, b in zip(outputs, plain, strict=False):
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and not close(a, b, slack=100):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            continue
+        if a.dtype != b.dtype:
+            raise UnsupportedUse(
+                f"the model's forward in one_pass gives {a.dtype} where its own gives {b.dtype}: an operation's rule "
+                "does not follow autocast; please report it, and loop over micro-batches"
+            )
+        if not close(a, b, slack=100):
             raise UnsupportedUse(
                 "the model's forward in one_pass differs from its own: an operation writes over a value of parameters, "
                 "or an operation's rule does not cover its use; please report it, and loop over micro-batches"
