@@ -36,13 +36,14 @@ def prose(text):
 
 def verify_rows():
     pairs = zip(load("verify")["claims"], load("verify-standard")["claims"], strict=True)
-    yield "| | rule | update of | order, invariant Adam | order, standard Adam in its place |"
-    yield "|---|---|---|---|---|"
+    yield "| | rule | debiased | change of | order, invariant Adam | order, standard Adam in its place |"
+    yield "|---|---|---|---|---|---|"
     for ours, standard in pairs:
         # SGD has no v to square: standard Adam cannot take a place there
-        other = "" if ours["theorem"] == "SGD" else f"{standard['order']:.2f}"
-        row = f"| {ours['theorem']} | `{ours['rule']}` | {ours['quantity']} | {ours['order']:.3f} | {other} |"
-        yield row.replace("-0.00 |", "0.00 |")
+        adam = ours["rule"] != "sgd"
+        debiased = ("yes" if ours["debiased"] else "no") if adam else ""
+        orders = f"{ours['order']:.3f} | {abs(round(standard['order'], 2)):.2f}" if adam else f"{ours['order']:.3f} | "
+        yield f"| {ours['theorem']} | `{ours['rule']}` | {debiased} | {ours['quantity']} | {orders} |"
 
 
 def demo_rows():
