@@ -89,9 +89,9 @@ def blocks(root, folder):
 
 
 def _chosen(found, rows):
-    """What differs from the paper's comparison in one thing alone: rows without a warm-up, M of each model, those of
-    that M, and of them the paper's own."""
-    plain = [row for row in rows if not row.series.warmup_samples]
+    """What differs from the paper's comparison in one thing alone: rows without a warm-up and not grown in, M of each
+    model, those of that M, and of them the paper's own."""
+    plain = [row for row in rows if not row.series.warmup_samples and not row.series.grow]
     first = {model: _first(found, model) for model in found.models}
     paper = [row for row in plain if row.series.algorithm != "invariant" or _is_paper(row.series, first[row.model])]
     return plain, first, paper, [r for r in paper if r.series.algorithm == "invariant" or r.series == r.series.rival]
@@ -413,7 +413,7 @@ def rule_rows(found, plain, first, figure):
 def micro_rows(found, figure):
     cells = []
     for model in found.models:
-        every = [s for s in found.series(model) if s[:2] == PAPER and not s.warmup_samples]
+        every = [s for s in found.series(model) if s[:2] == PAPER and not s.warmup_samples and not s.grow]
         for betas in sorted({s.max_batch_size for s in every}):
             ours = [s for s in every if s.max_batch_size == betas]
             for lr0 in sorted({run.lr0 for s in ours for run in found.group(model, s)}):

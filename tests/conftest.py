@@ -34,4 +34,4 @@ def setup(tmp_path):
     """How a small grid of the lab is run, into a folder of its own."""
     from invariant_adam_lab.grids.store import Setup
 
-    return Setup(tmp_path, "vit-curves-smoke-e1-n40", "cpu", "made-up", small=True)
+    return Setup(tmp_path, "vit-curves-smoke-e1-n40", "cpu", "made-up", small=True, made_up=True)

@@ -95,6 +95,39 @@ def test_the_user_has_the_last_word():
     assert grid.read_algorithms("standard", "rivals") == (("standard", "square_root"),)
 
 
+def test_growing_in_and_orders_are_settings_of_runs():
+    grown = grid.plan("resnet-bn", "short", choice=Choice(grow=(0.0, 0.1), lrs=(1e-4,))).runs
+    cut = {(size, ratio) for size in (100, 400, 800) for ratio in (0.0, 0.1)}
+    assert {(run.batch_size, run.grow) for run in grown} == {(25, 0.0)} | cut
+    floor = grid.plan("resnet-bn", "short", choice=Choice(orders=(1, 2), lrs=(1e-4,))).runs
+    assert {(run.algorithm, run.batch_size, run.order) for run in floor} == {
+        (name, 25, order) for name in ("invariant", "standard") for order in (1, 2)
+    }
+    assert len({run.name for run in grown + floor}) == len(grown) + len(floor)
+
+
+def test_runs_from_before_growing_in_are_still_finished(setup):
+    """Those of the repository have their names, and files without later settings and metrics are read and gathered."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "lab"
+    known = list(store.files(results, "*/*-lr*.json"))
+    assert len(known) > 100
+    for path, run, found in known:
+        held = store.Setup(results, "", found["device_type"], found["dataset"], precision=found["precision"])
+        assert path.stem == store.run_id(run, held)
+    plan = grid.plan("vit", "smoke", choice=TINY)
+    workers.make(plan.runs[:2], setup, Told())
+    for path in setup.folder.glob("*-lr*.json"):
+        found = json.loads(path.read_text())
+        for name in store.LATER:
+            del found["run"][name]
+        for row in found["rows"]:
+            del row["end_train_loss"]
+        path.write_text(json.dumps(found))
+    assert store.finished(plan.runs[0], setup) is not None
+    assert store.gather(plan, setup, "")["finished"] == 2
+    assert {row["end_train_loss"] for row in rows_of(setup.folder)} == {""}
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_shards_are_a_partition_of_about_equal_work(parts):
     runs = grid.plan("resnet-bn", "paper").runs
@@ -242,7 +275,7 @@ def test_a_text_of_ones_own_is_trained_on(setup, tmp_path):
     path.write_text("not by Shakespeare\n" * 500)
     found = workers.prepare(
         grid.plan("gpt", "short", choice=Choice(max_batch_size=8, batch_sizes=(8,))),
-        setup._replace(small=False, path=path),
+        setup._replace(small=False, made_up=False, path=path),
     )
     assert found.digest() == store.digest("gpt", False, path) == data.text(path).digest()
     for digest, name in ((found.digest(), "a text of the user's"), (data.SHAKESPEARE_DIGEST, "tinyshakespeare")):

@@ -2,8 +2,11 @@ import math
 
 import pytest
 import torch
-from lab_runs import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lab_runs import M, run
 
+import invariant_adam as ia
 from invariant_adam_lab.training.runs import BETAS, RECIPES, check
 from invariant_adam_lab.training.updates import loss_of
 
@@ -57,3 +60,31 @@ def test_the_least_that_the_vits_training_loss_can_be():
 def test_settings_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         check(run()._replace(**change))
+
+
+@settings(max_examples=30, deadline=None)
+@given(kappa=st.sampled_from([1, 2, 4, 8]), grow=st.floats(0.02, 2.0), epochs=st.integers(1, 3))
+def test_the_updates_of_a_run_are_those_of_batch_growth(kappa, grow, epochs):
+    """Mini-batches cut by `BatchGrowth`, whose optimizer has seen what the run has seen."""
+    wanted = run(batch=M * kappa, max_batch_size=8 * M, grow=grow, epochs=epochs)
+    optimizer = ia.InvariantAdam([torch.nn.Parameter(torch.zeros(1))], micro_batch_size=M)
+    growth, weight = ia.BatchGrowth(optimizer, ratio=grow), optimizer.param_groups[0]["params"][0]
+    for epoch in range(epochs):
+        sizes = []
+        for batch in torch.arange(16.0 * M).split(M * kappa):
+            for part in growth.split(batch):
+                for micro in part.split(M):
+                    (weight * micro).mean().backward()
+                optimizer.step()
+                sizes.append(len(part))
+        assert wanted.update_sizes(epoch, 16 * M) == sizes
+
+
+def test_growth_and_order_are_refused_by_name():
+    with pytest.raises(ValueError, match="grow must be a finite number, 0 or above, got -1"):
+        check(run(grow=-1))
+    with pytest.raises(ValueError, match=r"order must be 0 for batch size 20, got 3: .* one micro-batch of 5"):
+        check(run(order=3))
+    with pytest.raises(ValueError, match="order must be at least 0, got -1"):
+        check(run(batch=M, order=-1))
+    assert check(run(batch=M, order=3, grow=0.1)).name.endswith("-g0.1-o3-M5")

@@ -11,7 +11,7 @@ from invariant_adam_lab.training import source as lab_source
 from invariant_adam_lab.training import train
 from invariant_adam_lab.training.runs import RECIPES, RULES, Run
 from invariant_adam_lab.training.source import Source
-from invariant_adam_lab.training.updates import ScaledOptimizer
+from invariant_adam_lab.training.updates import Epoch, ScaledOptimizer
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def by_hand(settings: Run, source: Source, second: str, at: Callable[[int], tupl
     take = source.count // MAX * MAX
     found, zero = [], [1.0, 1.0]  # the weight that m and v still give to the zero they began with
     for number in range(settings.epochs):
-        total, B = 0.0, settings.batch_at(number)
-        kappa, (lr, *gammas) = B // M, at(B)
-        for samples in zip(*(part.split(B) for part in source.epoch(0, number, 0, take)), strict=True):
+        total, sizes = 0.0, settings.update_sizes(number, take)
+        for samples in zip(*(part.split(sizes) for part in source.epoch(0, number, 0, take)), strict=True):
+            kappa, (lr, *gammas) = len(samples[0]) // M, at(len(samples[0]))
             g, sq = ([torch.zeros_like(p) for p in params] for _ in range(2))
             for x, y in zip(*(part.split(M) for part in samples), strict=True):
                 x, y = source.inputs((x, y))
@@ -75,6 +75,67 @@ def test_each_algorithm_is_its_formula(model, algorithm, rule, batch, second, lr
     assert rows[-1]["lr"] == pytest.approx(lr)
     assert [row["samples"] for row in rows] == [80, 160]
     assert [row["epoch"] for row in rows] == [1, 2]
+
+
+@pytest.mark.parametrize(("algorithm", "rule"), [("invariant", "linear"), ("standard", "square_root")])
+def test_a_run_that_grows_in_scales_every_update_by_its_own_size(algorithm, rule, sources):
+    settings = run("resnet-ln", algorithm, rule, MAX, grow=0.3)
+    sizes = settings.update_sizes(0, 80)
+    assert len(set(sizes)) > 2
+    power = 0.5 if rule == "square_root" else 1.0
+
+    def at(B: int) -> tuple[float, float, float]:
+        return 1e-3 * (B / MAX) ** power, 0.1 * B / MAX, 0.001 * B / MAX
+
+    want = by_hand(settings, sources["resnet-ln"], algorithm, at)
+    rows = train.finish(train.train(settings, sources["resnet-ln"]))
+    assert losses(rows) == pytest.approx(want, rel=2e-4)
+
+
+def test_growing_in_brings_the_largest_batch_nearer_to_one_micro_batch(sources):
+    def end(batch: int, grow: float) -> float:
+        settings = run("gpt", batch=batch, grow=grow, epochs=4, lr0=3e-3)
+        return math.log(train.finish(train.train(settings, sources["gpt"]))[-1]["end_train_loss"])
+
+    base = end(M, 0.0)
+    assert end(M, 0.1) == base
+    assert abs(end(MAX, 0.1) - base) < 0.7 * abs(end(MAX, 0.0) - base)
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_the_loss_at_the_end_is_of_a_fixed_part_that_is_not_augmented(model, sources, monkeypatch):
+    monkeypatch.setattr(lab_source, "FIXED_IMAGES", 17)
+    monkeypatch.setattr(lab_source, "FIXED_SEQUENCES", 17)
+    source, settings = sources[model], run(model, samples=40, epochs=1, lr0=1e-30)  # the weights do not move
+    row = train.finish(train.train(settings, source))[-1]
+    net = train.make_model(settings, source).eval()
+    whole = source.found.ids[: 17 * 32 + 1].long() if model == "gpt" else None
+    samples = (source.found.x[:17], source.found.y[:17]) if whole is None else (whole.unfold(0, 33, 32),)
+    x, y = source.inputs(samples)
+    if model != "resnet-bn":  # whose statistics move with the forward passes
+        with torch.no_grad():
+            want = F.cross_entropy(net(x).flatten(0, -2), y.flatten()).item()
+        assert row["end_train_loss"] == pytest.approx(want, rel=1e-4)
+    assert math.isfinite(row["end_train_loss"])
+
+
+def test_an_order_moves_micro_batches_inside_of_blocks_of_the_largest_batch(sources):
+    source = sources["resnet-ln"]
+
+    def epoch(order: int) -> torch.Tensor:
+        held = Epoch(source, run(batch=M, order=order), 80)
+        held.begin(1)
+        return held.samples[0].flatten(1)
+
+    usual, one, other = (epoch(order).view(80 // MAX, MAX // M, -1) for order in (0, 1, 2))
+    for moved in (one, other):
+        for before, after in zip(usual, moved, strict=True):
+            assert sorted(map(bytes, before.numpy())) == sorted(map(bytes, after.numpy()))
+        assert not torch.equal(usual, moved)
+    assert not torch.equal(one, other)
+    rows = [train.finish(train.train(run(batch=M, order=order), source)) for order in (0, 1)]
+    assert losses(rows[0]) != losses(rows[1])
+    assert losses(rows[0]) == pytest.approx(losses(rows[1]), rel=0.1)
 
 
 @pytest.mark.parametrize("model", RECIPES)

@@ -9,7 +9,15 @@ from lab_runs import CPU, M, run, small_source
 import invariant_adam as ia
 from invariant_adam_lab.training.runs import RULES
 from invariant_adam_lab.training.train import make_model
-from invariant_adam_lab.training.updates import Epoch, ScaledOptimizer, TrainingStep, accuracy, captured, loss_of
+from invariant_adam_lab.training.updates import (
+    Epoch,
+    ScaledOptimizer,
+    Scored,
+    TrainingStep,
+    accuracy,
+    captured,
+    loss_of,
+)
 
 
 def test_the_loss_is_the_papers():
@@ -36,7 +44,7 @@ def test_a_captured_update_has_made_its_first_three():
     epoch = Epoch(source, wanted, 80)
     epoch.begin(0)
     prepared: list[int] = []
-    update = TrainingStep(wanted, model, optimizer, source, epoch, "loop")
+    update = TrainingStep(wanted, Scored(model, 0.0), optimizer, source, epoch, "loop")
     captured(update, prepared.append, 160)
     assert prepared == [160, 170, 180]
     assert epoch.place.item() == 30

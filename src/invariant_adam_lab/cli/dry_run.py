@@ -55,7 +55,8 @@ def show(plan: Grid, setup: Setup, gpus: int, on_cpu: bool, as_json: bool) -> No
             stdout.print(line, markup=False, soft_wrap=True)
         return
     if plan.small:
-        stdout.print("Small models on made-up data: it takes seconds, on a CPU too.")
+        data, takes = ("made-up data", "seconds") if plan.made_up else ("a part of the data", "minutes")
+        stdout.print(f"Small models on {data}: it takes {takes}, on a CPU too.")
     elif len(unknown) == len(left):
         stdout.print(f"No cost is known: make some runs (--epochs 1) on a {kind} into the same --out, and ask again.")
     else:
@@ -133,9 +134,10 @@ def _print_settings(
     def joined(values: Iterable[object]) -> str:
         return " ".join(map(str, dict.fromkeys(values)))
 
-    groups: dict[tuple[str, str, int, int], list[Run]] = {}
+    groups: dict[tuple[str, str, int, int, float, int], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.algorithm, run.rule, run.micro_batch_size, run.warmup_samples), []).append(run)
+        key = (run.algorithm, run.rule, run.micro_batch_size, run.warmup_samples, run.grow, run.order)
+        groups.setdefault(key, []).append(run)
     rows = [groups[key] for key in sorted(groups)]
     by_size = [sorted(row, key=lambda run: (run.ramp, run.batch_size)) for row in rows]
     settings = {  # the column's name, what it is called above the table, its cells
@@ -143,11 +145,13 @@ def _print_settings(
         "η₀": ("learning rates η₀", [joined(map(rate, sorted({run.lr0 for run in row}))) for row in rows]),
         "M": ("micro-batch M", [f"{row[0].micro_batch_size}" for row in rows]),
         "warm-up": ("warm-up in samples", [f"{row[0].warmup_samples:,}" for row in rows]),
+        "grow": ("growing in", [f"{row[0].grow:g}" for row in rows]),
+        "order": ("order", [f"{row[0].order}" for row in rows]),
         "seeds": ("seeds", [joined(sorted({run.seed for run in row})) for row in rows]),
     }
     common = {name: cells[0] for name, (_, cells) in settings.items() if len(set(cells)) == 1}
     for name, cell in common.items():
-        if (name, cell) != ("warm-up", "0"):
+        if name not in ("warm-up", "grow", "order") or cell != "0":
             stdout.print(f"{settings[name][0]:>20}  {cell}", soft_wrap=True)
     table = new_table()
     for name in ("algorithm", "rule"):

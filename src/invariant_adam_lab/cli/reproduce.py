@@ -41,6 +41,7 @@ class Preset(str, enum.Enum):
 
     paper = "paper"
     short = "short"
+    tiny = "tiny"
     smoke = "smoke"
 
 
@@ -69,7 +70,8 @@ ModelName = Annotated[Model, typer.Argument(help="What to train.")]
 PresetName = Annotated[
     Preset,
     typer.Option(
-        help="The paper's grid (200 epochs), a short one (10), or smoke: small models on made-up data, a test."
+        help="The paper's grid (200 epochs), a short one (10), tiny: small models on a part of the data, or smoke: on "
+        "made-up data, a test."
     ),
 ]
 GridName = Annotated[
@@ -99,6 +101,20 @@ MaxBatch = Annotated[
     int | None, typer.Option(min=1, metavar="B_MAX", help="Batch size at which η₀ and the betas hold.")
 ]
 Warmup = Annotated[str, typer.Option(metavar="LIST", help="Linear warm-ups in samples; 0 is none.")]
+Grow = Annotated[
+    str,
+    typer.Option(
+        metavar="LIST", help="Grow in: no update is larger than this part of what was seen; 0.1 is usual, 0 is none."
+    ),
+]
+Order = Annotated[
+    str,
+    typer.Option(
+        metavar="LIST",
+        help="Orders of micro-batches inside each block of B_MAX samples; 0 is the usual. Others, as 1,2, are runs at "
+        "B = M for the order floor.",
+    ),
+]
 Workers = Annotated[int, typer.Option(min=1, metavar="N", help="Processes.", rich_help_panel=HOW)]
 Lanes = Annotated[
     int | None,
@@ -169,6 +185,8 @@ def reproduce(
     micro_batch: MicroBatch = None,
     max_batch: MaxBatch = None,
     warmup: Warmup = "0",
+    grow: Grow = "0",
+    order: Order = "0",
     workers: Workers = 1,
     lanes: Lanes = None,
     shard: Shard = "1/1",
@@ -217,6 +235,8 @@ def reproduce(
             micro_batch,
             max_batch,
             numbers("--warmup", warmup, int) or (),
+            numbers("--grow", grow, float) or (),
+            numbers("--order", order, int) or (),
         )
         plan = grids.plan(model.value, preset.value, grid.value, choice)
         digest = _digest(plan, path)
@@ -236,6 +256,7 @@ def reproduce(
         precision_of(precision, where),
         None if budget is None else time.time() + budget,
         importlib.util.find_spec("tensorboard") is not None,
+        plan.made_up,
     )
     if dry_run:
         dry_run_of.show(plan, setup, gpus, device is Device.cpu, as_json)
@@ -269,9 +290,9 @@ def _digest(plan: Grid, path: Path | None) -> str:
     from ..grids.store import digest
     from ..training.data import DataError
 
-    if plan.small and path is not None:
+    if plan.made_up and path is not None:
         raise DataError("--preset smoke trains on made-up data; leave it out, or choose another preset")
-    return digest(plan.model, plan.small, path)
+    return digest(plan.model, plan.made_up, path)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -376,6 +397,9 @@ OPTIONS = {
     "seed": "--seeds",
     "samples": "--images",
     "warmup_samples": "--warmup",
+    "grow": "--grow",
+    "order": "--order",
+    "orders": "--order",
     "micro_batch_size": "--micro-batch",
     "max_batch_size": "--max-batch",
 } | {name: f"--{name.replace('_', '-')}" for name in ("epochs", "lrs", "batch_sizes", "seeds", "algorithms")}

@@ -10,17 +10,19 @@
 | ramp | (d) is a batch that grows in mid-run the same run? | a ramp beside both its batch sizes |
 | norm | (e) how much of the spread is batch norm's? | standard Adam with batch norm over B and over M samples |
 
-Presets: "paper" is the paper's grid, "short" 10 epochs of fewer settings, "smoke" small models on made-up data.
+Presets: "paper" is the paper's grid, "short" 10 epochs of fewer settings, "tiny" small models on a part of the data,
+"smoke" small models on made-up data.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
 from ..training.runs import ALGORITHMS, RECIPES, RULES, Run, check
 
-PRESETS = ("paper", "short", "smoke")
+PRESETS = ("paper", "short", "tiny", "smoke")
 PAIR = (("invariant", "linear"), ("standard", "square_root"))
 GRIDS: dict[str, tuple[tuple[str, str], ...]] = {
     "curves": PAIR,
@@ -32,6 +34,7 @@ GRIDS: dict[str, tuple[tuple[str, str], ...]] = {
     "norm": (*PAIR, ("accumulate", "square_root")),
 }
 MADE_UP_IMAGES = 120
+TINY_UPDATES = 8  # of the largest batch size, in an epoch of the preset "tiny"
 
 
 class Choice(NamedTuple):
@@ -46,6 +49,8 @@ class Choice(NamedTuple):
     micro_batch_size: int | None = None
     max_batch_size: int | None = None
     warmup_samples: tuple[int, ...] = (0,)
+    grow: tuple[float, ...] = (0.0,)
+    orders: tuple[int, ...] = (0,)  # of micro-batches; those above 0 are of runs at B = M, for the order floor
 
 
 class Grid(NamedTuple):
@@ -59,7 +64,12 @@ class Grid(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether its models are small and its data made up."""
+        """Whether its models are small."""
+        return self.preset in ("tiny", "smoke")
+
+    @property
+    def made_up(self) -> bool:
+        """Whether its data are made up."""
         return self.preset == "smoke"
 
 
@@ -77,23 +87,28 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
     for what, value in choice._asdict().items():
         if value == ():
             raise ValueError(f"{what} must name at least one, got none")
-    recipe, small = RECIPES[model], preset == "smoke"
+    recipe, small = RECIPES[model], preset == "smoke"  # the batches of made-up data are small too
     M = choice.micro_batch_size or (5 if small else recipe.micro_batch_size)
     sizes = recipe.batch_sizes if preset == "paper" else (5, 10, 20) if small else recipe.batch_sizes[::2]
-    if preset == "short" and sizes[-1] != recipe.batch_sizes[-1]:
+    if preset in ("short", "tiny") and sizes[-1] != recipe.batch_sizes[-1]:
         sizes = (*sizes, recipe.batch_sizes[-1])
     sizes = tuple(sorted(set(choice.batch_sizes or sizes)))
     largest = choice.max_batch_size or (20 if small else recipe.batch_sizes[-1])
-    lrs = {"paper": (1e-6, 1e-5, 1e-4, 1e-3), "short": (1e-5, 1e-4, 1e-3), "smoke": (1e-3, 1e-2)}[preset]
+    lrs = {
+        "paper": (1e-6, 1e-5, 1e-4, 1e-3),
+        "short": (1e-5, 1e-4, 1e-3),
+        "tiny": (3e-4, 1e-3, 3e-3, 1e-2),
+        "smoke": (1e-3, 1e-2),
+    }[preset]
     if grid == "tuned" and not small:
         lrs = tuple(float(f"{a}e{b}") for b in (-5, -4, -3) for a in (1, 3))
     lrs = choice.lrs or lrs
     seeds = choice.seeds or (tuple(range(3)) if preset == "paper" else (0,))
     common: dict[str, Any] = {
         "max_batch_size": largest,
-        "epochs": choice.epochs or {"paper": 200, "short": 10, "smoke": 2}[preset],
-        "samples": choice.samples or 0,
-        "small": small,
+        "epochs": choice.epochs or {"paper": 200, "short": 10, "tiny": 6, "smoke": 2}[preset],
+        "samples": choice.samples or (TINY_UPDATES * largest if preset == "tiny" else 0),
+        "small": preset in ("tiny", "smoke"),
     }
     if choice.samples and choice.samples < largest:
         raise ValueError(
@@ -101,17 +116,19 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
             f"got {choice.samples}"
         )
     runs: dict[Run, None] = {}
-    for warmup in choice.warmup_samples:
+    for warmup, grow, order in itertools.product(choice.warmup_samples, choice.grow, choice.orders):
         for algorithm, rule in choice.algorithms or GRIDS[grid]:
             for micro in _micro_batch_sizes(grid, algorithm, M, largest):
-                for batch, ramp in _batch_sizes(grid, algorithm, sizes, micro, micro == M):
-                    for lr in lrs:
-                        for seed in seeds:
-                            run = Run(
-                                model, algorithm, rule, batch, micro, lr0=lr, seed=seed, warmup_samples=warmup,
-                                ramp=ramp, **common,
-                            )  # fmt: skip
-                            runs[check(run)] = None
+                floor = [(micro, "")] if order else []
+                for batch, ramp in floor or _batch_sizes(grid, algorithm, sizes, micro, micro == M):
+                    for lr, seed in itertools.product(lrs, seeds):
+                        run = Run(
+                            model, algorithm, rule, batch, micro, lr0=lr, seed=seed, warmup_samples=warmup,
+                            ramp=ramp, grow=grow, order=order, **common,
+                        )  # fmt: skip
+                        if run.batch_sizes == (micro,):
+                            run = check(run)._replace(grow=0.0)  # one micro-batch is not cut: it is the same run
+                        runs[check(run)] = None
     name = f"{model}-{grid}-{preset}"
     for letter, number in (("e", choice.epochs), ("n", choice.samples)):
         name += f"-{letter}{number}" if number else ""
@@ -163,11 +180,13 @@ def _sharpness(run: Run) -> tuple[Any, ...]:
         abs(round(math.log10(run.lr0) + 4, 3)),
         run.lr0,
         run.warmup_samples,
+        run.order,
         round(far, 6),
         -run.batch_size,
         ALGORITHMS.index(run.algorithm),
         run.rule,
         run.micro_batch_size,
+        run.grow,
     )
 
 

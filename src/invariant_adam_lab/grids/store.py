@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import record
-from ..results.curves import COLUMNS, PER_EPOCH
+from ..results.curves import COLUMNS, NOT_ALWAYS, PER_EPOCH, SETTINGS
 from ..training import data
 from ..training.runs import RECIPES, Run
 from ..training.train import Row
 from .grid import Grid
 
+# Settings that files lack which were written before there were other values of them.
+LATER: dict[str, Any] = {"grow": 0.0, "order": 0}
 # The fields of a run's file that are read, here and in `cost`.
 FIELDS = {"run", "rows", "at_once", "device", "device_type", "torch", "python", "date"}
 
@@ -44,6 +46,7 @@ class Setup(NamedTuple):
     precision: str = "float32"
     deadline: float | None = None  # by `time.time`; no run begins that would end later
     tensorboard: bool = False
+    made_up: bool = False  # the dataset
 
     @property
     def folder(self) -> Path:
@@ -53,13 +56,14 @@ class Setup(NamedTuple):
 
 def run_id(run: Run, setup: Setup) -> str:
     """Return the name of a run's file: readable, and with a hash of all that its numbers depend on."""
-    depends = {**run._asdict(), "dataset": setup.digest, "device": setup.device, "precision": setup.precision}
+    settings = {name: value for name, value in run._asdict().items() if name not in LATER or value != LATER[name]}
+    depends = {**settings, "dataset": setup.digest, "device": setup.device, "precision": setup.precision}
     return f"{run.name}-{hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:10]}"
 
 
-def digest(model: str, small: bool, path: Path | None) -> str:
+def digest(model: str, made_up: bool, path: Path | None) -> str:
     """Return the SHA-256 of a model's dataset; one that is known is not loaded."""
-    if small:
+    if made_up:
         return "made-up"
     if RECIPES[model].dataset == "cifar10":
         return data.CIFAR10_DIGEST
@@ -121,12 +125,13 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     for run, found in done.items():
         for row in found["rows"]:
             numbers = {key: math.nan if value is None else value for key, value in row.items()}
+            numbers = dict.fromkeys(NOT_ALWAYS, "") | numbers
             settings = {**run._asdict(), "samples": row["samples"]}
             lines.append([{**settings, **numbers}[column] for column in COLUMNS])
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(COLUMNS)
-    lines.sort(key=lambda line: [f"{cell:>24}" for cell in line[:11]])
+    lines.sort(key=lambda line: [f"{cell:>24}" for cell in line[: len(SETTINGS) + 1]])
     writer.writerows(lines)
     record.write(setup.folder / "results.csv", buffer.getvalue())
     commands, earlier = (_listed(setup.folder / "grid.json", key) for key in ("commands", "missing"))
@@ -163,7 +168,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
 
 def _dataset(grid: Grid, setup: Setup) -> str:
     """Return the name of a grid's dataset; `--data` may be any text."""
-    if grid.small:
+    if grid.made_up:
         return "made-up"
     known = setup.digest in (data.CIFAR10_DIGEST, data.SHAKESPEARE_DIGEST)
     return RECIPES[grid.model].dataset if known else "a text of the user's"
@@ -197,7 +202,11 @@ def _run_of(found: Any) -> Run | None:
     if not isinstance(found, dict) or not found.keys() >= FIELDS:
         return None
     settings, rows = found["run"], found["rows"]
-    if not isinstance(settings, dict) or settings.keys() != set(Run._fields) or not isinstance(rows, list):
+    if not isinstance(settings, dict) or not isinstance(rows, list):
         return None
-    whole = all(isinstance(row, dict) and row.keys() == set(PER_EPOCH) for row in rows)
+    settings = LATER | settings
+    if settings.keys() != set(Run._fields):
+        return None
+    least = set(PER_EPOCH).difference(NOT_ALWAYS)
+    whole = all(isinstance(row, dict) and least <= row.keys() <= set(PER_EPOCH) for row in rows)
     return Run(**settings) if rows and whole and len(rows) == settings["epochs"] else None

@@ -54,7 +54,7 @@ def prepare(grid: Grid, setup: Setup, tell: data.Tell = lambda text: None) -> da
 
 
 def _find(model: str, setup: Setup, tell: data.Tell = lambda text: None) -> data.Images | data.Text:
-    if setup.small:
+    if setup.made_up:
         return made_up(model)
     if RECIPES[model].dataset == "cifar10":
         return data.cifar10(setup.path, tell)[0]

@@ -16,16 +16,19 @@ from .. import record
 
 METRICS = {
     "train_loss": "training loss",
+    "end_train_loss": "training loss, end of epoch",
     "test_loss": "test loss",
     "train_accuracy": "training accuracy",
     "test_accuracy": "test accuracy",
 }
 SETTINGS = (
     "model", "algorithm", "rule", "batch_size", "micro_batch_size", "max_batch_size", "lr0", "seed", "warmup_samples",
-    "ramp",
+    "ramp", "grow", "order",
 )  # fmt: skip
 PER_EPOCH = ("epoch", "samples", *METRICS, "lr", "seconds")
 COLUMNS = (*SETTINGS, *PER_EPOCH)
+NOT_ALWAYS = ("end_train_loss",)  # of PER_EPOCH: what older runs did not measure
+LATER = ("grow", "order", *NOT_ALWAYS)  # columns that older files lack
 
 NAMES = {
     "invariant": "Invariant Adam",
@@ -53,6 +56,7 @@ class Series(NamedTuple):
     micro_batch_size: int  # samples; 0 where the algorithm has no micro-batches
     max_batch_size: int  # samples; the batch size at which the betas hold
     warmup_samples: int
+    grow: float = 0.0  # 0: not grown in
 
     @property
     def law(self) -> str:
@@ -61,8 +65,8 @@ class Series(NamedTuple):
 
     @property
     def rival(self) -> Series:
-        """What it is compared with, as in the paper: standard Adam, η ∝ √B, with the same warm-up and betas."""
-        return self._replace(algorithm="standard", rule="square_root", micro_batch_size=0)
+        """What it is compared with, as in the paper: standard Adam, η ∝ √B, not grown in; same warm-up and betas."""
+        return self._replace(algorithm="standard", rule="square_root", micro_batch_size=0, grow=0.0)
 
 
 class Curve(NamedTuple):
@@ -74,6 +78,7 @@ class Curve(NamedTuple):
     batch_size: int
     seed: int
     ramp: str  # how the batch size changes during the run; "" where it does not
+    order: int  # of micro-batches inside of blocks, a seed; 0: as they come
     columns: dict[str, list[float]]  # nan where a metric was not measured
     source: str  # the file it was read from
 
@@ -92,7 +97,9 @@ class Curve(NamedTuple):
     @property
     def at(self) -> str:
         """Its place among the runs of its series and learning rate."""
-        return f"B = {self.batch_size}, seed {self.seed}" + (f", ramp {self.ramp}" if self.ramp else "")
+        return f"B = {self.batch_size}, seed {self.seed}" + (
+            f", ramp {self.ramp}" * bool(self.ramp) + f", order {self.order}" * bool(self.order)
+        )
 
 
 class Results(NamedTuple):
@@ -116,7 +123,7 @@ class Results(NamedTuple):
         found = {run.series for run in self.runs if run.model == model}
         algorithms, rules = list(NAMES), ("square_root", "linear", "exponential", "none")
         return sorted(
-            found, key=lambda s: (s.warmup_samples, algorithms.index(s.algorithm), rules.index(s.rule), s[2:])
+            found, key=lambda s: (s.warmup_samples, s.grow, algorithms.index(s.algorithm), rules.index(s.rule), s[2:])
         )
 
     def paper(self, model: str) -> list[Series]:
@@ -125,9 +132,10 @@ class Results(NamedTuple):
         return sorted(paper, key=lambda series: -len(self.group(model, series)))
 
     def paper_pair(self, model: str) -> list[Series]:
-        """What the paper compares, as far as it is there: invariant Adam at the M of most runs, and its rival."""
-        ours = [series for series in self.paper(model) if not series.warmup_samples][:1]
-        return [series for s in ours for series in (s, s.rival) if series in self.series(model)]
+        """What the paper compares, as far as it is there, in its order: standard Adam, and invariant Adam at the M of
+        most runs."""
+        ours = [series for series in self.paper(model) if not series.warmup_samples and not series.grow][:1]
+        return [series for s in ours for series in (s.rival, s) if series in self.series(model)]
 
     def label(self, model: str, series: Series, among: Iterable[Series] = ()) -> str:
         """Name a series by what tells it from the others of its model, or from those of them that are `among`."""
@@ -141,13 +149,22 @@ class Results(NamedTuple):
             parts.append(f"betas at {series.max_batch_size}")
         if series.warmup_samples:
             parts.append(f"warm-up {series.warmup_samples:,}")
+        if series.grow:
+            parts.append("grown in" + (f", r = {series.grow:g}" if len({s.grow for s in same} - {0.0}) > 1 else ""))
         return ", ".join(parts)
 
     def group(self, model: str, series: Series, lr0: float | None = None) -> list[Curve]:
         """Return the runs of a series with a constant batch size: by learning rate, batch size, seed."""
-        found = (run for run in self.runs if (run.model, run.series, run.ramp) == (model, series, ""))
+        found = (r for r in self.runs if (r.model, r.series, r.ramp, r.order) == (model, series, "", 0))
         chosen = (run for run in found if lr0 is None or run.lr0 == lr0)
         return sorted(chosen, key=lambda run: (run.lr0, run.batch_size, run.seed))
+
+    def orders(self, model: str, series: Series, lr0: float) -> list[Curve]:
+        """Return the runs of one micro-batch per update that differ in the order of micro-batches; one of the usual
+        order is among them, where it was made."""
+        found = [r for r in self.runs if (r.model, r.series, r.lr0, r.ramp) == (model, series, lr0, "")]
+        sizes = {run.batch_size for run in found if run.order}
+        return sorted((run for run in found if run.batch_size in sizes), key=lambda run: (run.seed, run.order))
 
     def ramps(self, model: str) -> dict[tuple[Series, float, str], list[Curve]]:
         """Return the runs whose batch size changes, by series, learning rate and ramp; each list holds the seeds."""
@@ -188,7 +205,7 @@ def load(folder: Path) -> Results:
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         for run in found:
-            key = run[:6]
+            key = run[:7]
             # Grids of one folder share runs: the same numbers are the same run, others are refused.
             if key in runs and repr(run.columns) != repr(runs[key].columns):
                 raise ValueError(
@@ -199,7 +216,7 @@ def load(folder: Path) -> Results:
     if not runs:  # an empty grid does not keep the others of a folder from being drawn
         raise ValueError(f"{files[0]} has no rows: no run of this grid is finished")
     for run in _of_one_micro_batch(list(runs.values())):
-        runs.setdefault(run[:6], run)
+        runs.setdefault(run[:7], run)
     per_epoch = {(run.model, run.columns["samples"][-1] / max(1, run.columns["epoch"][-1])) for run in runs.values()}
     for model in {model for model, _ in per_epoch}:
         counts = sorted(samples for name, samples in per_epoch if name == model)
@@ -217,13 +234,14 @@ def _read(path: Path) -> list[Curve]:
     runs: dict[tuple[str, ...], Curve] = {}
     with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet may have saved it with a byte order mark
         reader = csv.DictReader(file)
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        missing = [name for name in COLUMNS if name not in (*(reader.fieldnames or ()), *LATER)]
         if missing:
             raise ValueError(f"{path} lacks the column {missing[0]}: not a results.csv of `invariant-adam reproduce`")
         for row in reader:
             where = f"{path}, line {reader.line_num}"
             if None in row.values():
                 raise ValueError(f"{where} is cut off")
+            row = dict.fromkeys(LATER, "") | row
             key = tuple(row[name] for name in SETTINGS)
             if key not in runs:
                 runs[key] = _run(row, where, str(path))
@@ -257,7 +275,7 @@ def _of_one_micro_batch(runs: Sequence[Curve]) -> Iterator[Curve]:
         if run.ramp or not one(run.series, run.batch_size):
             continue
         for model, series, lr0, seed in wanted:
-            alike = series[1] == run.series[1] and series[3:] == run.series[3:]  # rule, betas, warm-up
+            alike = series[1] == run.series[1] and series[3:5] == run.series[3:5]  # rule, betas, warm-up
             if (model, lr0, seed) == (run.model, run.lr0, run.seed) and alike and one(series, run.batch_size):
                 yield run._replace(series=series)
 
@@ -269,17 +287,19 @@ def _run(row: Mapping[str, str], where: str, source: str) -> Curve:
             raise ValueError(f"{where}: {name} must be one of {', '.join(known)}, got {value!r}")
     # Standard Adam squares the mean over the whole batch, whatever pieces its gradient was accumulated from.
     micro = 0 if algorithm in ("standard", "halflife") else _whole(row, "micro_batch_size", where)
-    warmup = _whole(row, "warmup_samples", where, empty=0)
+    warmup, order = (_whole(row, name, where, empty=0.0) for name in ("warmup_samples", "order"))
+    grow = _number(row, "grow", where, empty=0.0)
     for name in ("lr0", "batch_size", "max_batch_size"):
         if not 0 < _number(row, name, where) < math.inf:
             raise ValueError(f"{where}: {name} must be a finite number above 0, got {row[name]!r}")
     return Curve(
         row["model"],
-        Series(algorithm, rule, micro, _whole(row, "max_batch_size", where), warmup),
+        Series(algorithm, rule, micro, _whole(row, "max_batch_size", where), warmup, grow),
         _number(row, "lr0", where),
         _whole(row, "batch_size", where),
         _whole(row, "seed", where),
         row["ramp"].strip(),
+        order,
         {name: [] for name in PER_EPOCH},
         source,
     )

@@ -74,12 +74,13 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
             yield "spread", spread_figure(results)
         for model in results.models:
             every = results.series(model)
-            pairs = [(s, s.rival) for s in every if s.algorithm == "invariant" and s.rival in every]
+            pairs = [(s.rival, s) for s in every if s.algorithm == "invariant" and s.rival in every]
             shown: set[str] = set()
             for pair in pairs:
-                name = "-".join((model, "curves", *(["warmup"] if pair[0].warmup_samples else [])))
-                # A warm-up is compared over batch sizes, not with what had none.
-                alone = bool(pair[0].warmup_samples) and not any(_several(results, model, series) for series in pair)
+                more = ["warmup"] * bool(pair[1].warmup_samples) + ["grown"] * bool(pair[1].grow)
+                name = "-".join((model, "curves", *more))
+                # A warm-up or growing in is compared over batch sizes, not with what had none.
+                alone = bool(more) and not any(_several(results, model, series) for series in pair)
                 if name not in shown and not alone:  # the paper's pair; others are in the figure of all
                     shown.add(name)
                     yield name, curves_figure(results, model, pair, METRICS, _whole(results, model, pair))
@@ -131,7 +132,7 @@ def _beside(results: Results, columns: Sequence[tuple[str, Series]]) -> dict[flo
 
 def _micro(results: Results, model: str) -> dict[Series, list[Curve]]:
     """Return the runs of invariant Adam at the batch size that most M have, by series, which differ in M alone."""
-    paper = [s for s in results.series(model) if (s.algorithm, s.rule, s.warmup_samples) == ("invariant", "linear", 0)]
+    paper = [s for s in results.paper(model) if not s.warmup_samples and not s.grow]
     betas = common_size([[series.max_batch_size] for series in paper])
     groups = {s: by_batch_size(results.group(model, s)) for s in paper if s.max_batch_size == betas}
     size = common_size(groups.values())

@@ -178,6 +178,7 @@ def _data(results: Results) -> dict[str, Any]:
                 "seconds": [number(value) for value in itertools.accumulate(run.columns["seconds"])],
             }
             for run in results.runs
+            if not run.order
         ],
     }
 

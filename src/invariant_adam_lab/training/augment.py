@@ -52,6 +52,27 @@ def order(seed: int, epoch: int, count: int, device: torch.device) -> Tensor:
     return draw(seed, epoch, torch.arange(count, device=device), 0).argsort(stable=True)
 
 
+def reordered(order: int, epoch: int, take: int, block: int, micro: int, device: torch.device) -> Tensor:
+    """Return the places of an epoch's samples when micro-batches change places inside of blocks: (take,) int64.
+
+    Args:
+        order: a seed.
+        epoch: from 0.
+        take: samples of the epoch, a multiple of `block`.
+        block: samples whose micro-batches change places.
+        micro: samples of a micro-batch, which stay together in their order.
+        device: where.
+
+    >>> reordered(1, 0, 12, 6, 2, torch.device("cpu")).tolist()
+    [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 6, 7]
+    """
+    each = block // micro
+    first = torch.arange(0, take, block, device=device)[:, None]
+    drawn = draw(order, epoch, torch.arange(take // micro, device=device), -1).view(-1, each)
+    starts: Tensor = first + micro * drawn.argsort(dim=1, stable=True)
+    return (starts[..., None] + torch.arange(micro, device=device)).flatten()
+
+
 # ---------------------------------------------------------------- operations: (n, 3, H, W) uint8 and one number each
 
 

@@ -11,13 +11,16 @@
 
 With ρ = B/B_max, η₀ and the betas (0.9, 0.999) hold at B_max, as in the paper: γ′ = ργ, and η = ρη₀ (rule "linear") or
 √ρη₀ ("square_root"). The learning rate is constant, after a linear warm-up in samples if one is asked for; there is no
-weight decay.
+weight decay. A run may be grown in, by the rule of `invariant_adam.BatchGrowth`: its first mini-batches are cut into
+updates that grow with what was seen.
 """
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
+
+from invariant_adam.growth import grown_kappa
 
 BETAS = (0.9, 0.999)  # at B_max
 RULES = {
@@ -87,6 +90,8 @@ class Run(NamedTuple):
     warmup_samples: int = 0
     ramp: str = ""  # "25-800": the first batch size for the first half of the epochs, the second for the rest
     small: bool = False
+    grow: float = 0.0  # an update is at most this part of what was seen before it; 0: mini-batches are not cut
+    order: int = 0  # of the micro-batches inside each block of B_max samples: a seed; 0: as they come
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -102,8 +107,27 @@ class Run(NamedTuple):
         """The run's name in files and on the screen."""
         size = self.ramp or self.batch_size
         extra = f"-w{self.warmup_samples}" * bool(self.warmup_samples)
+        extra += f"-g{self.grow:g}" * bool(self.grow) + f"-o{self.order}" * bool(self.order)
         extra += f"-M{self.micro_batch_size}" * (self.micro_batch_size != RECIPES[self.model].micro_batch_size)
         return f"{self.model}-{self.algorithm}-{self.rule}-B{size}-lr{self.lr0:g}-s{self.seed}{extra}"
+
+    def update_sizes(self, epoch: int, take: int) -> list[int]:
+        """Return the samples of each update of an epoch, from 0, that has `take` samples.
+
+        No update crosses the end of a mini-batch.
+
+        >>> Run("vit", "invariant", "linear", 100, 25, 400, 1e-4, 0, 10, grow=0.5).update_sizes(0, 400)
+        [25, 25, 25, 25, 50, 50, 100, 100]
+        """
+        batch, M = self.batch_at(epoch), self.micro_batch_size
+        if not self.grow:
+            return [batch] * (take // batch)
+        found, done = [], 0
+        while done < take:
+            left = (batch - done % batch) // M
+            found.append(grown_kappa(left, (epoch * take + done) / M, self.grow) * M)
+            done += found[-1]
+        return found
 
 
 def check(run: Run) -> Run:
@@ -132,9 +156,16 @@ def check(run: Run) -> Run:
             raise ValueError(f"batch size {size} must be a multiple of micro_batch_size={run.micro_batch_size}")
         if run.algorithm == "micro" and size != run.micro_batch_size:
             raise ValueError(f"micro Adam's batch is its micro-batch of {run.micro_batch_size}, got {size}")
+    if run.order and run.batch_sizes != (run.micro_batch_size,):
+        raise ValueError(
+            f"order must be 0 for batch size {run.ramp or run.batch_size}, got {run.order}: the order floor is of one "
+            f"micro-batch of {run.micro_batch_size} per update"
+        )
+    if not 0 <= run.grow < math.inf:
+        raise ValueError(f"grow must be a finite number, 0 or above, got {run.grow}; 0.1 is usual")
     if not 0 < run.lr0 < math.inf:
         raise ValueError(f"lr0 must be a finite number above 0, got {run.lr0}")
-    for name in ("epochs", "samples", "warmup_samples", "seed"):
+    for name in ("epochs", "samples", "warmup_samples", "seed", "order"):
         least = 1 if name == "epochs" else 0
         if not getattr(run, name) >= least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(run, name)}")

@@ -19,6 +19,7 @@ from .runs import RECIPES, Recipe
 
 KEPT_BYTES = 8 << 30  # of epochs that a GPU keeps for the next run; the CPU keeps one epoch
 TEST_BATCH = 1_000  # samples
+FIXED_IMAGES, FIXED_SEQUENCES = 5_000, 500  # of the training set, whose loss is taken at the end of each epoch
 
 
 class Source:
@@ -104,6 +105,18 @@ class Source:
         else:
             for part in self._sequences(self.found.test_ids, 0).split(TEST_BATCH // 4):
                 yield (part,)
+
+    def fixed(self, samples: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """Yield a fixed part of the training set in batches, not augmented; of its first `samples`, 0: of all."""
+        count = samples or self.count
+        if isinstance(self.found, data.Images):
+            part: tuple[Tensor, ...] = (self.found.x, self.found.y)
+            count = min(count, FIXED_IMAGES)
+        else:
+            part = (self._sequences(self.found.ids, 0),)
+            count = min(count, FIXED_SEQUENCES)
+        batch = TEST_BATCH if len(part) == 2 else TEST_BATCH // 4
+        yield from zip(*(tensor[:count].split(batch) for tensor in part), strict=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which models run."""

@@ -21,8 +21,9 @@ from ..models import build
 from . import data
 from .runs import RECIPES, Run, check
 from .source import Source
-from .updates import FIRST, Epoch, ScaledOptimizer, TrainingStep, accuracy, captured, loss_of
+from .updates import FIRST, Epoch, ScaledOptimizer, Scored, TrainingStep, accuracy, captured, loss_of
 
+MEASURED = ("train_loss", "train_accuracy", "test_loss", "test_accuracy", "end_train_loss")  # at the end of an epoch
 AHEAD = 8  # updates that the host may be ahead of the device, so that runs on one device take turns
 
 Row = dict[str, float]
@@ -57,7 +58,8 @@ def train(
     """Train; yield after each update; return a row per epoch.
 
     On a GPU the caller makes the run's stream current whenever it resumes the run. The numbers of an epoch are read
-    once the device has them; nothing waits for them.
+    once the device has them; nothing waits for them. The updates that a run grows in by are few and of many sizes:
+    they are loops over micro-batches, without a graph and not compiled.
 
     Args:
         run: settings.
@@ -76,6 +78,7 @@ def train(
         )
     gpu = source.device.type == "cuda"
     model = make_model(run, source)
+    net = Scored(model, RECIPES[run.model].smoothing)
     optimizer = ScaledOptimizer(run, model, source.device)
     warmup = warmup_cosine(run.warmup_samples, run.warmup_samples + 1, floor=1.0) if run.warmup_samples else None
     epoch_data = Epoch(source, run, take)
@@ -95,25 +98,28 @@ def train(
             event, numbers, row = waiting.popleft()
             if event is not None:
                 event.synchronize()
-            values = dict(
-                zip(("train_loss", "train_accuracy", "test_loss", "test_accuracy"), numbers.tolist(), strict=True)
-            )
+            values = dict(zip(MEASURED, numbers.tolist(), strict=True))
             now = time.perf_counter()
             rows.append({**row, **values, "seconds": now - clock})
             clock = now
             on_epoch(rows[-1])
 
     for number in range(run.epochs):
-        batch, made = run.batch_at(number), 0
         epoch_data.begin(number)
-        if update is None or batch != optimizer.batch:
-            optimizer.resize(batch)
-            plain = update = TrainingStep(run, model, optimizer, source, epoch_data, engine, compiled)
-            if gpu and graphs and take // batch >= FIRST:
-                update, made = captured(plain, prepare, number * take), FIRST
-        for i in range(made, take // batch):
-            prepare(number * take + i * batch)
+        sizes, made, place = run.update_sizes(number, take), 0, number * take
+        while made < len(sizes):
+            if update is None or sizes[made] != optimizer.batch:
+                optimizer.resize(sizes[made])
+                grown = set(sizes[made:]) == {run.batch_at(number)}  # from here on nothing is cut
+                how = (engine, compiled) if grown else ("loop", False)
+                plain = update = TrainingStep(run, net, optimizer, source, epoch_data, *how)
+                if gpu and graphs and grown and len(sizes) - made >= FIRST:
+                    update = captured(plain, prepare, place)
+                    made, place = made + FIRST, place + FIRST * optimizer.batch
+                    continue
+            prepare(place)
             update()
+            made, place = made + 1, place + optimizer.batch
             read()
             if gpu:
                 running.append(_event())
@@ -123,9 +129,12 @@ def train(
                 if len(running) > AHEAD:
                     running.popleft()
             yield
-        numbers = torch.cat((epoch_data.totals / (take // batch), evaluate(model, source)))
+        if gpu and graphs and update is plain:  # the next epoch may have updates enough for a graph
+            update = None
+        fixed = evaluate(model, source, source.fixed(run.samples))[:1]
+        numbers = torch.cat((epoch_data.totals / take, evaluate(model, source), fixed))
         if gpu:
-            numbers = torch.empty(4, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+            numbers = torch.empty(len(MEASURED), dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
         lr = optimizer.lr(optimizer.rate)
         waiting.append(
             (_event() if gpu else None, numbers, {"epoch": number + 1, "samples": (number + 1) * take, "lr": lr})
@@ -143,13 +152,13 @@ def _event() -> Any:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, source: Source) -> Tensor:
-    """Return mean loss and share of right answers on the test set, on the device."""
+def evaluate(model: nn.Module, source: Source, batches: Iterator[tuple[Tensor, ...]] | None = None) -> Tensor:
+    """Return mean loss and share of right answers on samples, by default the test set, on the device."""
     totals = torch.zeros(2, dtype=torch.float64, device=source.device)
     count = 0
     model.eval()
     with source.autocast():
-        for samples in source.test():
+        for samples in source.test() if batches is None else batches:
             x, y = source.inputs(samples)
             logits = model(x)
             totals += torch.stack((loss_of(logits, y).double(), accuracy(logits, y))) * len(samples[0])

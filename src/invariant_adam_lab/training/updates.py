@@ -19,7 +19,8 @@ import invariant_adam as ia
 from invariant_adam.graphs import aside
 from invariant_adam.scaling import scale
 
-from .runs import BETAS, RECIPES, Run
+from . import augment
+from .runs import BETAS, Run
 from .source import Source
 
 FIRST = 3  # updates that `captured` makes
@@ -32,13 +33,16 @@ class Epoch:
         self.source, self.run, self.take = source, run, take
         self.samples = tuple(torch.empty_like(part) for part in source.epoch(run.seed, 0, run.samples, take))
         self.place = torch.zeros((), dtype=torch.int64, device=source.device)
-        self.totals = torch.zeros(2, dtype=torch.float64, device=source.device)  # mean loss and share right, per update
+        self.totals = torch.zeros(2, dtype=torch.float64, device=source.device)  # of losses and right answers
 
     def begin(self, epoch: int) -> None:
         """Bring the samples of an epoch."""
-        for here, there in zip(
-            self.samples, self.source.epoch(self.run.seed, epoch, self.run.samples, self.take), strict=True
-        ):
+        run, samples = self.run, self.source.epoch(self.run.seed, epoch, self.run.samples, self.take)
+        if run.order:
+            block, device = run.max_batch_size, self.source.device
+            places = augment.reordered(run.order, epoch, self.take, block, run.micro_batch_size, device)
+            samples = tuple(part[places] for part in samples)
+        for here, there in zip(self.samples, samples, strict=True):
             here.copy_(there)
         self.place.zero_()
         self.totals.zero_()
@@ -152,12 +156,21 @@ class TrainingStep:
     """One update on buffers that stay where they are: take the next samples, forward, backward, step.
 
     Everything that changes between updates is on the device, so that one CUDA graph can make any of them.
+
+    Args:
+        run: settings.
+        net: the model with its loss; the same one for all steps of a run, because one pass checks a model once.
+        optimizer: its batch size is that of the update.
+        source: what gives the model its inputs.
+        epoch: the samples.
+        engine: "one-pass" or "loop", for updates of several micro-batches.
+        compiled: compile the model.
     """
 
     def __init__(
         self,
         run: Run,
-        model: nn.Module,
+        net: Scored,
         optimizer: ScaledOptimizer,
         source: Source,
         epoch: Epoch,
@@ -165,7 +178,7 @@ class TrainingStep:
         compiled: bool = False,
     ) -> None:
         self.optimizer, self.source, self.epoch = optimizer, source, epoch
-        self.net: nn.Module = Scored(model, RECIPES[run.model].smoothing)
+        self.net: nn.Module = net
         if compiled:
             self.net = cast(nn.Module, torch.compile(self.net, dynamic=False))
         batch, M = optimizer.batch, run.micro_batch_size
@@ -195,7 +208,8 @@ class TrainingStep:
                     (loss / self.divisor).backward()
                 losses.append(loss.detach())
                 logits.append(answers.detach())
-        epoch.totals += torch.stack((torch.stack(losses).double().mean(), accuracy(torch.cat(logits), y)))
+        means = torch.stack((torch.stack(losses).double().mean(), accuracy(torch.cat(logits), y)))
+        epoch.totals += self.batch * means
         inner.step()
         epoch.place += self.batch
 
