@@ -195,8 +195,8 @@ class InvariantAdam(Optimizer):
         A batch size that changes from one update to the next is then exact, not only to first order. It is a promise
         of at most κ: `step()` refuses more gradients of a parameter, as a second backward over a micro-batch brings.
 
-        `expect(1)` says that each gradient is a whole update. With fold="backward" they then wait for `step()`, as
-        AdamW's do, which folds them and moves the weights in one pass over memory instead of two.
+        `expect(1)` says that each gradient is a whole update. They then wait for `step()`, as AdamW's do, which folds
+        them and moves the weights in one pass over memory instead of two; until then, do not write over them.
         """
         self.queue.update.expect(kappa)
 

@@ -89,7 +89,35 @@ def test_only_a_declared_update_of_one_gradient_waits(launches):
     call.expect(1)
     loss(model, batches(1)[0]).backward()
     call.fold()
-    assert launches == [("fold", 6)]
+    assert not launches
+    call.step()
+    assert launches == [("fold_step", 6)]
+
+
+def test_a_gradient_that_was_written_over_while_it_waited_is_refused():
+    w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    opt = InvariantAdam([w], lr=0.1, fold="call")
+    held = torch.ones(3, dtype=torch.float64)
+
+    def fold(value):
+        opt.expect(1)
+        w.grad = held.fill_(value)
+        opt.fold()
+
+    fold(1.0)
+    opt.step()
+    before = {key: opt.state[w][key].clone() for key in ("exp_avg", "exp_avg_sq")}, w.detach().clone()
+    fold(2.0)
+    held.view(-1)[:1].zero_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"was written over between its fold and step\(\).*opt.abandon"):
+            opt.step()
+    opt.abandon()
+    after = {key: opt.state[w][key] for key in before[0]}, w.detach()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    fold(3.0)
+    opt.step()
+    assert opt.samples_seen == 2
 
 
 def test_gradients_that_wait_are_freed_by_the_step():

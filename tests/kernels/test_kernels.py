@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invariant_adam.kernels import adam
+from invariant_adam.kernels.adam import native as adam_native
 from invariant_adam.kernels.adam import torch as adam_torch
 from invariant_adam.kernels.ops import operator
 
@@ -22,6 +23,9 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(), (1,), (3, 5), (2, 3, 4, 4), (0,)]
 
 
+compiled = pytest.mark.skipif(adam_native.library() is None, reason="no C compiler")
+
+
 def tensors(dtype, device, seed, positive=False):
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(s, generator=generator).to(device, dtype) for s in SHAPES]
@@ -29,15 +33,25 @@ def tensors(dtype, device, seed, positive=False):
     return [x.abs() for x in made] if positive else made
 
 
-# The plain-torch code, and the Triton code: on the GPU, or interpreted on the CPU where there is none.
+# The plain-torch code, the code in C, and the Triton code: on the GPU, or interpreted on the CPU where there is none.
 TWINS = [
     pytest.param(adam_torch, "cpu", id="torch-cpu"),
+    pytest.param(adam_native, "cpu", id="native", marks=compiled),
     pytest.param(adam_torch, "cuda", id="torch-cuda", marks=pytest.mark.gpu),
 ]
 if adam_triton is not None and torch.cuda.is_available():
     TWINS.append(pytest.param(adam_triton, "cuda", id="triton-cuda", marks=pytest.mark.gpu))
 elif adam_triton is not None:
     TWINS.append(pytest.param(adam_triton, "cpu", id="triton-interpreted"))
+
+
+def left_to_torch(kernels, *lists):
+    """Whether these kernels have no such dtypes: Triton's moments are float32, C has all tensors in one dtype."""
+    moments = lists[-1][0].dtype
+    refused = {adam_torch: False, adam_triton: moments == torch.float64, adam_native: lists[0][0].dtype != moments}
+    if kernels is not adam_torch:
+        assert kernels.serves(*lists) != refused[kernels]
+    return refused[kernels]
 
 
 @pytest.mark.parametrize(("kernels", "device"), TWINS)
@@ -51,8 +65,7 @@ def test_fold(kernels, device, dtype, squares, one):
     g, m, v, sq = ([x[3]] for x in lists) if one else lists
     if not squares:
         sq = None
-    if kernels is adam_triton and dtype == torch.float64:
-        assert not adam_triton.serves(g, m, v)
+    if left_to_torch(kernels, g, m, v):
         return
     keep, gain = (0.9, 0.99), (-0.1, 0.02)
     expected = [
@@ -80,8 +93,7 @@ def test_fold(kernels, device, dtype, squares, one):
 def test_step(kernels, device, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     w, m, v = tensors(dtype, device, 0), tensors(wide, device, 1), tensors(wide, device, 2, positive=True)
-    if kernels is adam_triton and dtype == torch.float64:
-        assert not adam_triton.serves(w, m, v)
+    if left_to_torch(kernels, w, m, v):
         return
     expected = [(0.5 * a.to(wide) - 0.25 * b / (c.sqrt() + 0.1)).to(dtype) for a, b, c in zip(w, m, v, strict=True)]
     before = [x.clone() for x in (*m, *v)]
@@ -93,8 +105,8 @@ def test_step(kernels, device, dtype):
 SCALARS = {"keep": (0.9, 0.99), "gain": (-0.1, 0.02), "size": 0.25, "eps": 0.1, "decay": 0.5}
 
 
-def slots_of(dtype, device):
-    scalars = (*SCALARS["keep"], *SCALARS["gain"], SCALARS["size"], SCALARS["eps"], SCALARS["decay"], math.nan)
+def slots_of(dtype, device, gain=SCALARS["gain"]):
+    scalars = (*SCALARS["keep"], *gain, SCALARS["size"], SCALARS["eps"], SCALARS["decay"], math.nan)
     return torch.tensor(scalars, dtype=dtype, device=device)
 
 
@@ -102,22 +114,24 @@ def slots_of(dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize("slotted", [False, True])
-def test_fold_step_is_fold_then_step(kernels, device, dtype, squares, slotted):
+@pytest.mark.parametrize("gain", [(-0.1, 0.02), (0.1, 0.01)], ids=["any gain", "an average, as Adam's"])
+def test_fold_step_is_fold_then_step(kernels, device, dtype, squares, slotted, gain):
     wide = torch.promote_types(dtype, torch.float32)
-    if kernels is adam_triton and dtype == torch.float64:
-        return
     w, g, m = tensors(dtype, device, 0), tensors(dtype, device, 1), tensors(wide, device, 2)
+    if left_to_torch(kernels, w, m):
+        return
     v, sq = tensors(wide, device, 3, positive=True), tensors(wide, device, 4, positive=True) if squares else None
     g[2][1, 1], g[3][0, 1, 2, 3] = math.nan, math.inf
     lists = [[x.clone() for x in xs] if xs is not None else None for xs in (w, g, sq, m, v)]
-    folding = {key: SCALARS[key] for key in ("keep", "gain")}
+    folding = {"keep": SCALARS["keep"], "gain": gain}
     stepping = {key: SCALARS[key] for key in ("size", "eps", "decay")}
     counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
     adam_torch.fold(g, sq, m, v, **folding, count=counts[0])
     adam_torch.step(w, m, v, **stepping)
-    scalars, slots = SCALARS, None
+    scalars, slots = {**SCALARS, "gain": gain}, None
     if slotted:  # the floats are those of another update
-        scalars, slots = {**SCALARS, "keep": (0.0, 0.0), "size": 7.0, "decay": 3.0}, slots_of(wide, device)
+        slots = slots_of(wide, device, gain)
+        scalars |= {"keep": (0.0, 0.0), "size": 7.0, "decay": 3.0}
     kernels.fold_step(*lists, **scalars, count=counts[1], slots=slots)
     assert counts[0].item() == counts[1].item() == 2
     for ours, theirs in zip((w, m, v), (lists[0], lists[3], lists[4]), strict=True):

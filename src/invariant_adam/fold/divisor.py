@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .queue import FoldQueue
 
 _FEW = 16  # parameters that are looked at: the smallest ones
+_SOME = 4096  # elements of each, about: the look must cost nothing beside the step
 _CHANGE = 4.0  # of κ, at least: a smaller one could be chance
 _ENOUGH = 16.0  # micro-batches on each side: the squares of a few are chance, too
 
@@ -25,7 +26,7 @@ _ENOUGH = 16.0  # micro-batches on each side: the squares of a few are chance, t
 class _Look(NamedTuple):
     """What v was after an update; the sums stay on their device, so that nothing waits for them."""
 
-    sums: Tensor  # of the v of each parameter
+    sums: Tensor  # of the v of each parameter, or a part of it
     norms: list[float]  # what they must be divided by
     zeros: list[float]  # the share of the zero that each began with
 
@@ -70,7 +71,7 @@ class DivisorWatch:
         if not kappa or any(state[p]["kappa"] != kappa for p in self.params):
             self.now = self.before = None  # some parameters came in a part of the micro-batches only
             return
-        vs = [queue.reducer.local(state[p]["exp_avg_sq"]) for p in self.params]
+        vs = [_part(queue.reducer.local(state[p]["exp_avg_sq"])) for p in self.params]
         sums = torch.stack([norm.to(vs[0].device) for norm in torch._foreach_norm(vs, 1)])  # v >= 0
         norms, zeros = ([state[p][key] for p in self.params] for key in ("norm2", "debias2"))
         new, now = _Look(sums, norms, zeros), self.now
@@ -100,3 +101,8 @@ class DivisorWatch:
                 RuntimeWarning,
                 stacklevel=7,  # the line that calls step()
             )
+
+
+def _part(v: Tensor) -> Tensor:
+    """A view of the first rows of a tensor: the same elements each time."""
+    return v[: max(1, _SOME * len(v) // v.numel())] if v.numel() > _SOME else v

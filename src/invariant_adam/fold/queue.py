@@ -185,6 +185,7 @@ class FoldQueue:
             fold = self.count(p, tally, x)
             if update.expected is not None and self._is_whole(tally, x):
                 update.late[p] = fold
+                update.versions[p] = x.grad._version
             elif sharing and x.grad.numel() < ROOM and not x.borrowed and x.grad.device.type in SHARING:
                 # It waits for the end of the backward that is running, to share a launch with others.
                 size = x.grad.numel()
@@ -294,11 +295,10 @@ class FoldQueue:
     def _is_whole(self, tally: Tally, x: Pair) -> bool:
         """Whether a gradient is all that its parameter gets in this update, so that it may wait for the step.
 
-        Only a declared κ tells. A pair never waits: its two tensors would cost more memory than the pass is worth. Nor
-        do gradients that the user has in hand (fold="call") and may write over.
+        Only a declared κ tells. A pair never waits: its two tensors would cost more memory than the pass is worth.
         """
         expected = self.update.expected
-        if expected is None or x.grad_sq is not None or not self.in_backward or self.reducer.several:
+        if expected is None or x.grad_sq is not None or self.reducer.several:
             return False
         return tally.kappa == x.kappa >= expected
 
@@ -357,6 +357,7 @@ class FoldQueue:
 
     def flush(self) -> None:
         """Fold all that waits, so that the moments hold what is counted."""
+        self.update.check_late(self.moments.name)
         self.flush_queued()
         folds, self.update.late = list(self.update.late.values()), {}
         if folds:
@@ -423,6 +424,8 @@ class FoldQueue:
 
     def abandon(self) -> None:
         """Close the open update as one whose weights do not move; see `InvariantAdam.abandon`."""
+        for p in self.update.written_over():  # nothing to fold: as if it had not come
+            del self.update.late[p], self.update.tallies[p]
         self.flush()
         self.reducer.abandon_update(self)
         for p, tally in self.update.tallies.items():

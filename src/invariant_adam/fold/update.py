@@ -34,6 +34,7 @@ class Update:
     # for the step because they are all that their parameter gets.
     queued: dict[Tensor, Fold] = field(default_factory=dict)
     late: dict[Tensor, Fold] = field(default_factory=dict)
+    versions: dict[Tensor, int] = field(default_factory=dict)  # of the gradients in `late`, when they came
     elements: int = 0  # in `queued`
 
     @property
@@ -85,6 +86,19 @@ class Update:
 
             hooks.when_finished(finished)
 
+    def written_over(self) -> list[Tensor]:
+        """Parameters whose gradient was written over while it waited for the step, as one that a user holds may be."""
+        return [p for p, f in self.late.items() if f.grad is not None and f.grad._version != self.versions[p]]
+
+    def check_late(self, name: Callable[[Tensor], str]) -> None:
+        """Refuse a gradient that is no longer the one that came."""
+        for p in self.written_over():
+            raise RuntimeError(
+                f"the gradient of parameter {name(p)} was written over between its fold and step(), which reads it "
+                f"because expect({self.expected:g}) says that it is the whole update. Keep it until step(), or leave "
+                "expect() out; drop the update with opt.abandon()"
+            )
+
     def check_whole(self, name: Callable[[Tensor], str]) -> None:
         """Refuse an update with nothing in it, with pieces missing, or with more than there should be.
 
@@ -101,6 +115,7 @@ class Update:
                 "a backward of this update did not come to its end, so that some parameters were folded and some were "
                 "not; drop the update with opt.abandon() and run its micro-batches again"
             )
+        self.check_late(name)
         counts = {tally.kappa for tally in self.tallies.values()}
         if len(counts) == 1 and not self.nested and (self.expected is None or counts.pop() <= self.expected):
             return  # as nearly always

@@ -1,6 +1,7 @@
 """Invariant Adam's passes over memory: `fold`, `step` and `fold_step`, with `guard` and `clip` for gradients.
 
-On a CUDA device with Triton, `triton` serves the lists of tensors that it can take; `torch` serves all others.
+On a CUDA device with Triton, `triton` serves the lists of tensors that it can take, and on a CPU with a C compiler
+`native` does; `torch` serves all others.
 
 The scalars are Python floats. A captured graph repeats its launches with the same floats, so there they come from the
 device: `slots` is a row of eight numbers in the dtype of the moments, (keep₁, keep₂, gain₁, gain₂, size, eps, decay,
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, device
 
 from .. import twin
+from . import native
 from . import torch as plain
 from .torch import Factors, Tensors, clip, guard
 
@@ -49,6 +51,8 @@ def _serving(tensors: Tensors, *moments: Tensors) -> ModuleType:
         triton = _triton()
         if triton is not None and triton.serves(tensors, *moments):
             return triton
+    elif tensors[0].is_cpu and native.serves(tensors, *moments):
+        return native
     return plain
 
 
@@ -67,17 +71,23 @@ def tables_on(place: Callable[[Tensor, device], Tensor]) -> Iterator[None]:
         triton.room_for = None
 
 
-def _aligned(tensors: Tensors) -> Tensors:
-    """The tensors; copies of those that a kernel cannot load 16 bytes at a time, which are small parts of others."""
-    return [t.clone() if t.data_ptr() % 16 else t for t in tensors]
+def _prepared(tensors: Tensors, moments: Tensors) -> Tensors:
+    """The tensors as a kernel takes them, copied where need be.
+
+    On a GPU it loads 16 bytes at a time, which small parts of other tensors may not allow. On a CPU all of a pass have
+    one dtype.
+    """
+    if tensors[0].is_cuda:
+        return [t.clone() if t.data_ptr() % 16 else t for t in tensors]
+    return [t.to(m.dtype) for t, m in zip(tensors, moments, strict=True)]
 
 
 # The scalars are those of the functions of `torch`, which say what they are.
 def fold(grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, **scalars: Any) -> None:
     """Fold gradients into the moments: m ← keep₁·m + gain₁·g, v ← keep₂·v + gain₂·g² (see `torch.fold`)."""
     serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or [])
-    if serving is plain and grads[0].is_cuda:
-        grads, squares = _aligned(grads), squares and _aligned(squares)
+    if serving is plain and (grads[0].is_cuda or grads[0].dtype != exp_avgs[0].dtype):
+        grads, squares = _prepared(grads, exp_avgs), squares and _prepared(squares, exp_avgs)
         serving = _serving(grads, exp_avgs, exp_avg_sqs, squares or [])
     serving.fold(grads, squares, exp_avgs, exp_avg_sqs, **scalars)
 

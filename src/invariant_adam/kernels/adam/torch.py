@@ -32,7 +32,7 @@ def guard(grads: Tensors, squares: Tensors | None, count: Tensor) -> None:
     """
     for i, g in enumerate(grads):
         square = None if squares is None else squares[i]
-        wide, limit = _limit(g.dtype)
+        wide, limit = wide_of(g.dtype), limit_of(g.dtype)
         if g.is_cpu:
             fine = torch.linalg.vector_norm(g, dtype=wide).item() < limit
             if fine and (square is None or square.sum().item() < limit**2):
@@ -46,10 +46,34 @@ def guard(grads: Tensors, squares: Tensors | None, count: Tensor) -> None:
 
 
 @cache
-def _limit(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """The dtype in which `dtype` is squared, and the magnitude below which sums of squares do not overflow there."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return wide, math.sqrt(torch.finfo(wide).max) / 1024  # 1.8e16 in float32
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which `dtype` is squared."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@cache
+def limit_of(dtype: torch.dtype) -> float:
+    """The magnitude below which sums of squares of `dtype` do not overflow: 1.8e16 in float32."""
+    return math.sqrt(torch.finfo(wide_of(dtype)).max) / 1024
+
+
+def lie_alike(tensors: Tensors, *others: Tensors) -> bool:
+    """Whether the tensors are dense, and those of `others` have their elements in the same order."""
+    strides = list(map(Tensor.stride, tensors))
+    return (all(map(Tensor.is_contiguous, tensors)) or all(map(_is_dense, tensors))) and all(
+        list(map(Tensor.stride, xs)) == strides or all(map(_lies_like, tensors, xs)) for xs in others
+    )
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
+
+
+def _lies_like(a: Tensor, b: Tensor) -> bool:
+    # Strides of sides of size 1 mean nothing: the weight of a 1 × 1 convolution is both contiguous and channels last.
+    return a.stride() == b.stride() or all(
+        n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
 
 
 def clip(grads: Tensors, max_norm: float, divisor: float = 1.0) -> Tensors:
@@ -61,7 +85,7 @@ def clip(grads: Tensors, max_norm: float, divisor: float = 1.0) -> Tensors:
     [0.6, 0.8]
     """
     device = grads[0].device
-    wide = [g.to(_limit(g.dtype)[0]) for g in grads]
+    wide = [g.to(wide_of(g.dtype)) for g in grads]
     norms = [torch.linalg.vector_norm(g).to(device, torch.float32) for g in wide]
     norm = torch.linalg.vector_norm(torch.stack(norms)) * divisor
     factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
@@ -150,7 +174,9 @@ def fold_step(
     params: Tensors, grads: Tensors, squares: Tensors | None, exp_avgs: Tensors, exp_avg_sqs: Tensors, *,
     keep: Factors, gain: Factors, size: float, eps: float, decay: float, count: Tensor, slots: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`fold`, then `step`, part by part of the lists, so that `step` finds a part in the cache.
+    """`fold`, then `step`: torch's own fused kernel where that is the same, else part by part of the lists.
+
+    A part is still in the cache when `step` comes to it.
 
     >>> w, g, m, v = torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([1.0])
     >>> scalars = {"keep": (0.5, 0.25), "gain": (0.5, 0.75), "size": 0.25, "eps": 0.0, "decay": 1.0}
@@ -158,11 +184,26 @@ def fold_step(
     >>> round(w.item(), 4)  # 1 − 0.25·2/√7
     0.811
     """
+    if squares is None and slots is None and size and _is_average(keep, gain):
+        lists = (params, grads, exp_avgs, exp_avg_sqs)
+        if params[0].is_cpu and len({x.dtype for xs in lists for x in xs}) == 1 and lie_alike(*lists):
+            guard(grads, None, count)
+            # After infinitely many steps Adam debiases nothing more: here `size` and `eps` do that.
+            torch._fused_adamw_(
+                *lists, [], [torch.tensor(math.inf)] * len(params), lr=size, beta1=keep[0], beta2=keep[1],
+                weight_decay=(1 - decay) / size, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
     for part in _parts(params):
         m, v = exp_avgs[part], exp_avg_sqs[part]
         sq = None if squares is None else squares[part]
         fold(grads[part], sq, m, v, keep=keep, gain=gain, count=count, slots=slots)
         step(params[part], m, v, size=size, eps=eps, decay=decay, slots=slots)
+
+
+def _is_average(keep: Factors, gain: Factors) -> bool:
+    """Whether a fold is one of Adam's, m ← β₁m + (1−β₁)g and the like, as in an update of the κ that was expected."""
+    return all(0 <= k < 1 and abs(k + g - 1) < 1e-15 for k, g in zip(keep, gain, strict=True))
 
 
 def _parts(tensors: Tensors) -> Iterator[slice]:

@@ -13,7 +13,6 @@ does not compile anew for other values of a float, so scalars are ordinary argum
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache, reduce
 from itertools import chain
@@ -27,11 +26,11 @@ from torch import Tensor
 
 from ..launch import Launch, cdiv
 from . import Fold
-from .torch import Factors, Tensors
+from .torch import Factors, Tensors, lie_alike, limit_of
 
 BLOCK, WARPS = 4096, 8
 BLOCK_BOTH, WARPS_BOTH = 512, 4  # of fold_step, which has more in flight
-LIMIT = math.sqrt(torch.finfo(torch.float32).max) / 1024  # as in `guard`
+LIMIT = limit_of(torch.float32)  # as in `guard`
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Finds room for the tables of a graph that is being captured: see `tables_on`.
 room_for: Callable[[Tensor, torch.device], Tensor] | None = None
@@ -225,31 +224,15 @@ def _fold_step(
 
 def serves(tensors: Tensors, *moments: Tensors) -> bool:
     """Whether these kernels take the lists: dense aligned tensors of one layout each, moments in float32."""
-    strides = list(map(Tensor.stride, tensors))
     return (
         set(map(_dtype, tensors)) <= DTYPES.keys()
-        and (all(map(Tensor.is_contiguous, tensors)) or all(map(_is_dense, tensors)))
         and set(map(_dtype, chain(*moments))) <= {torch.float32}
-        and all(list(map(Tensor.stride, xs)) == strides or all(map(_lie_alike, tensors, xs)) for xs in moments)
+        and lie_alike(tensors, *moments)
         and not reduce(or_, map(Tensor.data_ptr, chain(tensors, *moments)), 0) % 16
     )
 
 
 _dtype = attrgetter("dtype")
-
-
-def _is_dense(t: Tensor) -> bool:
-    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
-
-
-def _lie_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense tensors of one shape have their elements in the same order.
-
-    Strides of sides of size 1 mean nothing: the weight of a 1 × 1 convolution is both contiguous and channels last.
-    """
-    return a.stride() == b.stride() or all(
-        n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)
-    )
 
 
 def fold(
