@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+ALONE := build/alone/bin/python
 # Small nets and two test processes: more threads only wait for each other.
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-slow lint format verify smoke clean
+.PHONY: help demo docs dist test test-slow lint format verify smoke clean
 .DELETE_ON_ERROR:
 
 help: ## Show the targets
@@ -24,6 +25,15 @@ smoke: $(VENV)/lab ## Run the paper's experiments in small, figures and report i
 
 docs: $(VENV)/docs ## Build the documentation into site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(VENV)/release ## Build wheel and sdist into dist/, check them, and train with the wheel beside torch alone
+	rm -rf dist build/alone
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/alone
+	$(ALONE) -m pip --disable-pip-version-check --quiet install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(ALONE) -m pip --disable-pip-version-check --quiet install --no-index dist/*.whl
+	cd build && $(THREADS) alone/bin/python ../examples/train_plain.py
 
 test: $(VENV)/dev ## Run the tests, without the slow ones and those that need a GPU
 	$(THREADS) $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
@@ -62,4 +72,8 @@ $(VENV)/lab $(VENV)/docs $(VENV)/dev: $(VENV)/%: $(VENV)/torch pyproject.toml
 $(VENV)/zoo: $(VENV)/dev
 	$(PIP) install -c constraints.txt --no-deps --upgrade --target $(VENV)/zoo-packages timm torchvision
 	$(PIP) install -c constraints.txt peft trl
+	@touch $@
+
+$(VENV)/release: $(VENV)/torch
+	$(PIP) install -c constraints.txt build twine
 	@touch $@

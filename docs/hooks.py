@@ -1,6 +1,7 @@
 """What mkdocs does beside turning docs/ into pages: README, changelog, scripts, the live report, formulas."""
 
 import html
+import json
 import re
 from pathlib import Path
 
@@ -26,8 +27,13 @@ def on_files(files, config):
 
 
 def examples():
-    """Yield the lines of a page with the scripts of examples/, each under its name."""
-    yield "# Examples\n\nScripts to copy from. Each is tested.\n"
+    """Yield the lines of a page with the notebook and the scripts of examples/, each under its name."""
+    yield "# Examples\n\nScripts to copy from, and a notebook. Each is tested.\n"
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        yield f"## {notebook.name}\n"
+        for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+            text = "".join(cell["source"])
+            yield f"```python\n{text}\n```\n" if cell["cell_type"] == "code" else re.sub("^#+", "###", text) + "\n"
     for script in sorted((ROOT / "examples").glob("*.py")):
         yield f"## {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
 

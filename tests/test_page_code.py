@@ -5,10 +5,13 @@ import re
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import page_names
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +44,7 @@ def run(page):
     for line, code in blocks(page):
         if (page.name, code.splitlines()[0]) not in NOT_RUN:
             exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+    return names
 
 
 def test_the_pages_that_have_code_are_found():
@@ -51,11 +55,45 @@ def test_the_pages_that_have_code_are_found():
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in WITH_CODE if page.name not in OWN_PROCESS], ids=lambda page: page.name
+    "page", [page for page in WITH_CODE if page.name not in {*OWN_PROCESS, "start.md"}], ids=lambda page: page.name
 )
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
+
+
+def test_the_first_run_prints_what_its_page_says(capsys):
+    page = ROOT / "docs" / "start.md"
+    names = run(page)
+    said = re.search(r"```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1]
+    said, printed = ([float(word) for word in text.split()] for text in (said, capsys.readouterr().out))
+    assert printed == pytest.approx(said, abs=0.002)
+    # "With torch.optim.AdamW ... the second column would end at 1.22"
+    names["ia"] = SimpleNamespace(InvariantAdam=adamw, BatchGrowth=Whole, one_pass=lambda *_, **__: nullcontext())
+    assert names["train"](256)[-1] == pytest.approx(1.22, abs=0.01)
+
+
+def adamw(parameters, lr, **_):
+    """AdamW under the name of InvariantAdam: it clears gradients and counts samples of 256 per update."""
+    opt = torch.optim.AdamW(parameters, lr=lr)
+    opt.samples_seen = 0
+
+    def stepped(*_):
+        opt.zero_grad()
+        opt.samples_seen += 256
+
+    opt.register_step_post_hook(stepped)
+    return opt
+
+
+class Whole:
+    """A BatchGrowth that cuts nothing."""
+
+    def __init__(self, optimizer):
+        pass
+
+    def split(self, *batch):
+        yield batch
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from .unwrap import unwrap
 if TYPE_CHECKING:
     from . import distributed
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchGrowth",
