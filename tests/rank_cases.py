@@ -233,6 +233,46 @@ def fully_sharded(
     )
 
 
+class Tied(nn.Module):
+    """A table that is both embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 6, padding_idx=3)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(2 * self.table(ids))))
+
+
+def tied_table() -> dict[str, float]:
+    """One pass of a tied table under FSDP2, checked before it is sharded, against the loop in one process."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, twin = Tied(), Tied()
+    ids = torch.randint(0, 11, (2, ranks * 8, 5), generator=torch.Generator().manual_seed(5))
+    with ia.one_pass(model, 4):
+        model(ids[0, :12]).sin().mean().backward()
+    for p in model.parameters():
+        p.grad = p.grad_sq = None
+    fully_shard(model.middle)
+    fully_shard(model)
+    opt = ia.InvariantAdam(model.parameters(), **OPTIONS)
+    ia.distributed.prepare(model, opt)
+    judge = ia.InvariantAdam(twin.parameters(), **OPTIONS)
+    judge.queue.reducer.reduce_update = lambda queue, check: check()
+    for update in ids:
+        with ia.one_pass(model, 4):
+            model(update[rank * 8 : (rank + 1) * 8]).sin().mean().backward()
+        opt.step()
+        for part in update.split(4):
+            twin(part).sin().mean().backward()
+        judge.step()
+    return differences(model, opt, twin, judge)
+
+
 def split(cases: list[Any], shard_state: bool = False) -> list[dict[str, float]]:
     """Many splits of micro-batches over ranks, one after another: each gives the single process's result."""
     found = []

@@ -92,6 +92,10 @@ def test_one_pass_of_replicas_equals_one_process(pool, how):
         check(pool.run("replicated", 2, updates=updates, one_pass=True, **how))
 
 
+def test_a_table_that_is_also_the_head_is_exact_under_fsdp(pool):
+    check(pool.run("tied_table", 2), CLOSE)
+
+
 def test_hsdp_one_pass_equals_one_process(pool):
     check(pool.run("fully_sharded", 4, updates=spread(4, 2, 3), mesh=(2, 2), one_pass=True), CLOSE)
 

@@ -138,9 +138,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if p._backward_hooks:
                 self.undo.append(Watched(mini, entry))
             self.armed.append(entry)
-            entry.before, entry.shared = p.grad, None
+            entry.before = p.grad
             p.grad = entry.companion.grad = None
             entry.begin()
+            entry.restart()
             entry.operations.clear()
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
@@ -190,7 +191,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             for entry in self.armed:
                 if not entry.done:
                     entry.param.grad, entry.companion.grad = entry.before, None
-                entry.shared = entry.before = None
+                entry.before = None
+                entry.restart()
             self.armed, self.waiting = [], []
             Open.lock.release()
 
@@ -281,8 +283,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "fully_shard, by one backward in one_pass on the plain model, or pass check=False"
             )
         for entry in self.armed:
-            entry.shared = None
-            if self.check and entry.tied:
+            entry.restart()
+            if self.check and entry.tied and not entry.table:
                 mini.share(entry)
         if self.forwards == 1:
             mini.normed = {}

@@ -140,6 +140,9 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
                 f"{names_of(held)} goes through {name} before it meets the batch; the loop would draw other numbers "
                 "for each micro-batch: apply it to a value of the batch, or loop over micro-batches"
             )
+    for h in held:
+        if h.direct:
+            mini.serve(h, f"a value of {name}", delivers=False)
     if len(held) == 1 and not held[0].grouped and (one_to_one or name in CONVERSIONS):
         h = held[0]
         values, spec = tree_flatten(call(h.value))

@@ -100,11 +100,16 @@ def _row(entry: Entry, mini: MiniBatch, probe: Probe) -> Row:
         return Row(entry.name, shape, "not used", None, "-", 0)
     shared = entry.tied or probe.uses[entry.name] > 1
     rows, kernel, extra = None, COPIES, mini.groups.kappa * square
-    if found:
-        name, record = found[0]
+    lines = []
+    for name, record in found:
         line = OPERATIONS[name].line if name in OPERATIONS else by_copies
-        told = line(Seen(record.x, record.axis or 0, record.ids, mini.groups, shape, itemsize))
-        rows = told.rows
-        if len(found) == 1 and not shared:
-            kernel, extra = told.kernel, told.extra
+        lines.append(line(Seen(record.x, record.axis or 0, record.ids, mini.groups, shape, itemsize)))
+    if lines:
+        rows = lines[0].rows
+        if entry.table:  # both uses, and the cross terms at the tokens' rows
+            tokens = sum(r.x.numel() for name, r in found if name == "embedding")
+            kernel = " + ".join(dict.fromkeys(line.kernel for line in lines))
+            extra = square + max(line.extra for line in lines) + tokens * shape[1] * itemsize
+        elif len(lines) == 1 and not shared:
+            kernel, extra = lines[0].kernel, lines[0].extra
     return Row(entry.name, shape, f"{rule} (shared)" if shared else rule, rows, kernel, square + extra)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SMALL = 1 << 16
 
 
+TABLE = ("embedding", "linear")  # the operations of a table (`Entry.table`)
+
+
 class Mode(Enum):
     """What happens to an operation on a parameter."""
 
@@ -99,11 +102,11 @@ class MiniBatch:
             return t.handle
         if isinstance(t, OnePassParameter):
             entry: Entry = t.one_pass_entry
-            if entry.tied:
+            if entry.tied and not entry.table:
                 if entry.shared is None:
                     self.share(entry)
                 assert entry.shared is not None
-                return Handle(apart(t), entry.shared, True, entry)
+                return Handle(apart(t), entry.shared, True, entry, direct=True)
             tracing, kept = torch.compiler.is_compiling(), self.facts.handles
             if not tracing and entry.key in kept:
                 companion, handle = kept[entry.key]
@@ -125,30 +128,40 @@ class MiniBatch:
 
     def grouped(self, h: Handle) -> Tensor:
         """The κ copies of a value, each of which gets its own gradient."""
-        if not h.grouped:
-            self.count(h)
+        self.serve(h, "copies")
         return copies(self.groups, h)
 
-    def weight_of(self, h: Handle | None, plain: Any, ticket: int | None) -> Weight:
-        """A parameter as an operation is given it: by its handle, or as the plain value that has none.
+    def weight_of(self, h: Handle | None, plain: Any, name: str, ticket: int | None) -> Weight:
+        """A parameter as the operation `name` is given it: by its handle, or as the plain value that has none.
 
         Where its pair goes to the optimizer it takes the ticket of that number, each parameter of an operation another;
         None for an operation that does not hand pairs over.
         """
         if h is None:
             return Weight(plain)
+        self.serve(h, name)
         if not h.grouped:
-            self.count(h)
-            if ticket is not None and self.sink is not None and self.mode is not Mode.CHECKING and h.direct:
+            single = h.direct and not h.entry.tied  # type: ignore[union-attr]
+            if ticket is not None and self.sink is not None and self.mode is not Mode.CHECKING and single:
                 p = h.value
                 if not torch.compiler.is_compiling() or p.ndim > 1 or p.numel() >= SMALL:
                     return Weight(p, self.facts.tickets[p.device][ticket], h, True)
         return Weight(h.value, h.tag, h)
 
-    def count(self, h: Handle) -> None:
-        """Count a use that delivers squares, while probing."""
-        if self.probe is not None and h.entry is not None:
-            self.probe.uses[h.entry.name] += 1
+    def serve(self, h: Handle, name: str, delivers: bool = True) -> None:
+        """Tell the probe of a use, by its operation; refuse one of a table that no check has seen."""
+        entry = h.entry
+        if entry is None:
+            return
+        if self.probe is not None:
+            self.probe.served[entry.name].append(name if h.direct else "a part of it")
+            if delivers and not h.grouped:
+                self.probe.uses[entry.name] += 1
+        elif entry.table and not (h.direct and name in TABLE):
+            raise UnsupportedUse(
+                f"{entry.name} goes through {name}, which it did not when the model was checked; call the model with "
+                "the same options as then, or loop over micro-batches"
+            )
 
     def note(self, held: Held, name: str) -> None:
         """Remember an operation that parameters go through."""

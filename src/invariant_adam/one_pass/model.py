@@ -98,7 +98,8 @@ class ModelFacts:
             if entry is None or not fits or entry.companion.dtype != wide(p.dtype):
                 entry = Entry(name.removeprefix("_orig_mod."), p)
                 # What a check found out before fully_shard replaced the parameters holds for the new ones.
-                entry.tied = self.sharded and entry.name in known and known[entry.name].tied
+                if self.sharded and entry.name in known:
+                    entry.tied, entry.table = known[entry.name].tied, known[entry.name].table
             seen[key] = entry
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
             self.entries, self.handles = seen, {}

@@ -18,6 +18,17 @@ from .groups import UnsupportedUse
 _keys = count()
 
 
+class Link(NamedTuple):
+    """The way from a table's later uses to an embedding's backward, which runs after theirs.
+
+    With the share U_k of micro-batch k from each use, (Σ U_k)² has the cross terms 2 Σ U_k∘E_k. An embedding's E_k is
+    zero but at its tokens' rows. So each later use returns its own U_k at these rows as the "gradient" of `rows`.
+    """
+
+    rows: Tensor  # (n, D): zeros without memory, a result of the embedding's Function
+    tokens: Tensor  # (n,), micro-batch by micro-batch
+
+
 class Entry:
     """A trainable parameter: its companion leaf, what is known of it, and what has happened in this mini-batch."""
 
@@ -38,6 +49,7 @@ class Entry:
         self.places = None if plain else [order.index(d) for d in range(param.ndim)]  # of its dimensions there
         # What a check, or the structure of the model, has said of it:
         self.tied = False  # used more than once in a forward
+        self.table: bool | None = None  # of those: by embeddings, then by one linear layer, and by nothing else
         self.reached = False  # by the gradients of the model's outputs
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
         self.cumulative = False  # that batch norm averages over all updates, momentum=None
@@ -47,9 +59,9 @@ class Entry:
         self.watcher: Callable[[Entry], None] | None = None  # is told of each gradient, while a context is open
         # The mini-batch under way:
         self.before: Tensor | None = None  # p.grad as it was before
-        self.shared: Tensor | None = None  # the κ expanded copies that all uses of a tied parameter draw from
         self.operations: set[str] = set()  # it went through
         self.begin()
+        self.restart()
         # Neither hook holds the entry. The parameter outlives what was known of it; and Python does not see a cycle
         # through a hook of the companion, so that no parameter would ever be freed. A graph holds the entry.
         me = weakref.ref(self)
@@ -74,6 +86,12 @@ class Entry:
         self.fired = 0  # backwards that have reached the companion
         self.waits = False  # the pair is complete, and waits for others to be handed over with
         self.done = False  # the pair has been handed over
+
+    def restart(self) -> None:
+        """Make ready for a forward."""
+        self.shared: Tensor | None = None  # the κ expanded copies that all uses of a tied parameter draw from
+        self.links: tuple[Link, ...] = ()  # of a table: what its later uses owe to the earlier
+        self.headed = False  # a table's last use has been
 
     def shaped(self, t: Tensor) -> Tensor:
         """The companion, or its gradient, in the parameter's shape."""
@@ -145,7 +163,7 @@ class Handle:
         self.entry = entry  # None where a delivery is not to be counted for a parameter
         self.named = label
         self.resize = resize  # of a value spread over the batch: (lo, hi, m) -> copies of m samples for each group
-        self.direct = direct  # the parameter itself, used once
+        self.direct = direct  # the parameter itself
         self.dtype = value.dtype
 
     @property

@@ -11,9 +11,9 @@ from torch.compiler import is_compiling
 
 from .. import twin
 from . import torch as plain
-from .torch import embedding_groups
+from .torch import embedding_groups, embedding_rows
 
-__all__ = ["embedding_groups", "embedding_square", "fused", "takes_fused"]
+__all__ = ["embedding_groups", "embedding_rows", "embedding_square", "fused", "takes_fused"]
 
 fused = twin(__name__)  # a constant, so that compiled code need not ask
 

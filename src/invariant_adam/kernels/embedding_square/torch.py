@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ..gemm_square import wide
 
+CHUNK = 1 << 24  # pairs of places that are compared at a time
+
 
 def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (V, D) and S (V, D) for ids (κ, R), G (κ, R, D) and a table of `rows` = V rows; c (κ,) weighs the squares."""
@@ -29,6 +31,16 @@ def embedding_groups(ids: Tensor, G: Tensor, rows: int) -> Tensor:
     kappa, width = ids.shape[0], G.shape[-1]
     table = G.new_zeros(kappa * rows, width).index_add(0, _keys(ids, rows), G.reshape(-1, width))
     return table.view(kappa, rows, width)
+
+
+def embedding_rows(ids: Tensor, G: Tensor, tokens: Tensor) -> Tensor:
+    """Group k's gradient of the rows that `tokens` (κ, n) name, (κ, n, D): Σ_r [ids_kr = token] G_kr."""
+    room = max(1, CHUNK // max(1, ids.shape[1]))
+    found = []
+    for k in range(ids.shape[0]):
+        for part in tokens[k].split(room):
+            found.append((part[:, None] == ids[k]).to(G.dtype) @ G[k])
+    return torch.cat(found).view(*tokens.shape, G.shape[-1])
 
 
 def _keys(ids: Tensor, rows: int) -> Tensor:

@@ -14,9 +14,9 @@ from torch.compiler import is_compiling
 
 from .. import twin
 from . import torch as plain
-from .torch import gemm_groups, method, sum_square, wide
+from .torch import gemm_groups, gemm_rows, method, sum_square, wide
 
-__all__ = ["fused", "gemm_groups", "gemm_square", "method", "sum_square", "takes_fused", "wide"]
+__all__ = ["fused", "gemm_groups", "gemm_rows", "gemm_square", "method", "sum_square", "takes_fused", "wide"]
 
 fused = twin(__name__)  # a constant, so that compiled code need not ask
 

@@ -79,6 +79,21 @@ def gemm_groups(G: Tensor, X: Tensor) -> Tensor:
     return torch.bmm(G.transpose(1, 2), X.to(G.dtype))
 
 
+def gemm_rows(G: Tensor, X: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of each product G_kᵀX_k (κ, n, i), named by `rows` (κ, n); no product is formed as a whole."""
+    (kappa, R, out), n, X = G.shape, rows.shape[1], X.to(G.dtype)
+    if n >= out:
+        return torch.stack([(G[k].t() @ X[k])[rows[k]] for k in range(kappa)])
+    room = max(1, CHUNK_BYTES // max(1, R * G.element_size()))  # columns that are picked at a time
+    step, width = max(1, room // n), min(n, room)
+    found = []
+    for lo in range(0, kappa, step):
+        g, x, at = (t[lo : lo + step] for t in (G, X, rows))
+        each = [g.gather(2, part[:, None].expand(-1, R, -1)).mT @ x for part in at.split(width, 1)]
+        found.append(each[0] if len(each) == 1 else torch.cat(each, 1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 def sum_square(t: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Σ_k t_k and Σ_k c_k t_k² of per-group gradients t (κ, ...)."""
     squares = t.to(wide(t.dtype)).square()

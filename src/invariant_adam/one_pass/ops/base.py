@@ -134,8 +134,14 @@ def use_of(
         return None
     found = []
     for i, w in enumerate(weights):  # a Function for rows in any order returns its pairs
-        found.append(mini.weight_of(held[i], w, i if place.routed is None else None))
+        found.append(mini.weight_of(held[i], w, name, i if place.routed is None else None))
     return Use(mini.groups, place.axis, place.routed, found, settings)
+
+
+def table_of(weight: Weight) -> Any:
+    """The entry of a weight that is both embedding and head; None of another."""
+    h = weight.handle
+    return h.entry if h is not None and not h.grouped and h.entry is not None and h.entry.table else None
 
 
 def varies(mini: MiniBatch, w: Any) -> bool:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.embedding_square import embedding_groups, embedding_square
+from ...kernels.embedding_square import embedding_groups, embedding_rows, embedding_square
 from ..dispatch import dispatch
-from ..groups import UnsupportedUse
+from ..groups import Groups, UnsupportedUse, join
 from ..mini_batch import MiniBatch
-from ..weight import names_of
+from ..weight import Entry, Link, names_of
 from . import base
 
 EMBEDDING = base.Kernel(embedding_square, embedding_groups)
@@ -37,6 +37,73 @@ class Embedding(base.Squaring):
         rows = zip(groups.split(ids, axis, 0), groups.split(g, axis, 1), strict=True)
         operands = [(i, G, ctx.rows) for i, G in rows]
         return base.returned(ctx, None, base.deliver(groups, base.wanted(ctx, 0), EMBEDDING, operands))
+
+
+class Linked(base.Squaring):
+    """`Embedding` of a table that has later uses, with a `Link` to them; and with those of its earlier uses."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, use: base.Use, w: Tensor, tag: Any, *links: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids, *links[1::2])
+        ctx.use, ctx.rows = use, w.shape[0]
+        y = base.owned(F.embedding(ids, w))
+        return y, torch.zeros((), dtype=use.settings[0], device=y.device).expand(ids.numel(), y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, later: Tensor) -> Any:
+        ids, *earlier = ctx.saved_tensors
+        groups, axis, (_, padding) = ctx.use.groups, ctx.use.axis, ctx.use.settings
+        base.refuse_penalty("a table that is also the head", ctx.use)
+        if padding is not None:
+            g = g.masked_fill((ids == padding)[..., None], 0)
+        Is, Gs = groups.split(ids, axis, 0), groups.split(g, axis, 1)
+        owed = [v for t in earlier for v in (_rows(groups, Is, Gs, t), None)]
+        pair: base.Gradients = base.NOTHING
+        if base.wanted(ctx, 0) is not None:
+            Hs = groups.split(later, 0, 1)
+            each = zip(groups.stretches, Is, Gs, Hs, strict=True)
+            made = [_with_cross_terms(i, G, H, ctx.rows, groups.coefficients(s)) for s, i, G, H in each]
+            pair = made[0] if len(made) == 1 else (made[0][0] + made[1][0], made[0][1] + made[1][1])
+        # The pair is not counted: that of the table's last use is.
+        return (*base.returned(ctx, None, pair)[:4], *owed)
+
+
+def _with_cross_terms(ids: Tensor, G: Tensor, later: Tensor, rows: int, c: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`embedding_square` plus 2 Σ_k c_k E_k∘U_k, U_k the `later` uses' share at each place (κ, R, D)."""
+    dW, S = embedding_square(ids, G, rows, c)
+    cross = 2 * G.to(S.dtype) * later.to(S.dtype)
+    if c is not None:
+        cross = cross * c.to(S.dtype)[:, None, None]
+    return dW, S.index_add(0, ids.flatten(), cross.flatten(0, 1))  # Σ over a token's places of U_k∘g is U_k∘E_k
+
+
+def _rows(groups: Groups, Is: list[Tensor], Gs: list[Tensor], tokens: Tensor) -> Tensor:
+    """Each micro-batch's share of the table at the rows of other tokens: (n, D) for tokens (n,)."""
+    each = zip(Is, Gs, groups.split(tokens, 0, 0), strict=True)
+    return join([embedding_rows(ids, G, at).flatten(0, 1) for ids, G, at in each])
+
+
+def _of_table(mini: MiniBatch, entry: Entry, ids: Tensor, use: base.Use) -> Tensor:
+    again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0  # a checkpoint's second run
+    if not again and entry.headed and mini.probe is None:
+        raise UnsupportedUse(
+            f"{entry.name} goes through embedding after linear, which it did not when the model was checked; call the "
+            "model once per backward, with the same options as then, or loop over micro-batches"
+        )
+    if again and len(entry.links) > 1:
+        raise UnsupportedUse(
+            f"{entry.name} goes through several embeddings inside of checkpoints; take the embeddings out of them"
+        )
+    links = () if again else entry.links
+    kind = use.weights[0].value.dtype
+    if torch.is_autocast_enabled(ids.device.type) and kind != torch.float64:
+        kind = torch.get_autocast_dtype(ids.device.type)
+    use.settings = kind, use.settings
+    y, rows = base.call(Linked, ids, use, *[t for link in links for t in link])
+    if not again:
+        tokens = ids.movedim(use.axis, 0).reshape(-1)
+        entry.links = (*links, Link(rows, tokens))
+    return y  # type: ignore[no-any-return]
 
 
 def _line(seen: base.Seen) -> base.Line:
@@ -63,7 +130,10 @@ def embedding(
     if not mini.holds(weight):
         return NotImplemented
     use = base.use_of(mini, "embedding", input, 0, (weight,), _padding(padding_idx, weight.shape[0]))
-    return NotImplemented if use is None else base.call(Embedding, input, use)
+    if use is None:
+        return NotImplemented
+    table = base.table_of(use.weights[0])
+    return base.call(Embedding, input, use) if table is None else _of_table(mini, table, input, use)
 
 
 @base.operation("embedding_bag")

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...kernels import gemm_square as kernels
 from ...kernels.ops import operator
 from ..dispatch import dispatch
+from ..groups import join
 from ..into import sink, ticket, ticket_shape
 from ..mini_batch import MiniBatch
 from . import base
@@ -72,6 +73,36 @@ def routed_shares(kappa: int, ids: Tensor, left: Tensor, right: Tensor) -> Tenso
 ROUTED = base.Kernel(routed_square, routed_shares)
 
 
+def _product(x: Tensor, use: base.Use, w: Tensor, b: Any) -> Tensor:
+    if not use.settings:
+        return base.owned(F.linear(x, w, b))
+    return base.owned(x @ w if b is None else torch.addmm(b, x, w))  # x @ w + b is float32 under autocast
+
+
+def _gradients(ctx: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Any, ...]:
+    use, groups, flip = ctx.use, ctx.use.groups, ctx.use.settings
+    dx, pair, pair_b = None, base.NOTHING, base.NOTHING
+    if ctx.needs_input_grad[0]:
+        wg = w.to(g.dtype)
+        dx = (g @ (wg.t() if flip else wg)).to(x.dtype)
+    weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
+    if use.routed is not None:
+        if weight is not None:
+            left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
+            pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, use.routed.ids, left, right)
+        if bias is not None:
+            shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, use.routed.ids, g)
+            pair_b = base.deliver_at_once(groups, bias, base.SUMS, shares)
+        return base.returned(ctx, dx, pair, pair_b)
+    Gs = groups.split(g, use.axis, 1)
+    if weight is not None:
+        Xs = groups.split(x, use.axis, 1)
+        pair = base.deliver(groups, weight, GEMM, zip(Xs, Gs, strict=True) if flip else zip(Gs, Xs, strict=True))
+    if bias is not None:
+        pair_b = base.deliver_rows(groups, bias, Gs)
+    return base.returned(ctx, dx, pair, pair_b)
+
+
 class Linear(base.Squaring):
     """y = x wᵀ + b, or x w + b where the settings are True; x (..., i), or (n, i) with rows in any order."""
 
@@ -79,34 +110,39 @@ class Linear(base.Squaring):
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.use = use
-        if not use.settings:
-            return base.owned(F.linear(x, w, b))
-        return base.owned(x @ w if b is None else torch.addmm(b, x, w))  # x @ w + b is float32 under autocast
+        return _product(x, use, w, b)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        use, groups, flip = ctx.use, ctx.use.groups, ctx.use.settings
-        dx, pair, pair_b = None, base.NOTHING, base.NOTHING
-        if ctx.needs_input_grad[0]:
-            wg = w.to(g.dtype)
-            dx = (g @ (wg.t() if flip else wg)).to(x.dtype)
-        weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
-        if use.routed is not None:
-            if weight is not None:
-                left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
-                pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, use.routed.ids, left, right)
-            if bias is not None:
-                shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, use.routed.ids, g)
-                pair_b = base.deliver_at_once(groups, bias, base.SUMS, shares)
-            return base.returned(ctx, dx, pair, pair_b)
-        Gs = groups.split(g, use.axis, 1)
-        if weight is not None:
-            Xs = groups.split(x, use.axis, 1)
-            pair = base.deliver(groups, weight, GEMM, zip(Xs, Gs, strict=True) if flip else zip(Gs, Xs, strict=True))
-        if bias is not None:
-            pair_b = base.deliver_rows(groups, bias, Gs)
-        return base.returned(ctx, dx, pair, pair_b)
+        return _gradients(ctx, x, w, g)
+
+
+class Head(base.Squaring):
+    """y = x wᵀ + b of a table w, with the `Link`s of its embeddings one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any, *links: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, *links[1::2])
+        ctx.use = use
+        return _product(x, use, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w, *tokens = ctx.saved_tensors
+        found = [v for t in tokens for v in (_rows(ctx.use, g, x, t), None)]
+        return (*_gradients(ctx, x, w, g)[: -len(found)], *found)
+
+
+def _rows(use: base.Use, g: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
+    """Each micro-batch's share of the weight, G_kᵀX_k, at the rows of its tokens: (n, D) for tokens (n,)."""
+    named = use.groups.split(tokens, 0, 0)
+    if use.routed is None:
+        each = zip(*(use.groups.split(t, use.axis, 1) for t in (g, x)), named, strict=True)
+        return join([kernels.gemm_rows(G, X, at).flatten(0, 1) for G, X, at in each])
+    groups = _by_group(use.groups.kappa, use.routed.ids, g, x)
+    own = [at[i : i + 1] for at in named for i in range(len(at))]
+    return torch.cat([kernels.gemm_rows(G[None], X[None], at)[0] for (G, X), at in zip(groups, own, strict=True)])
 
 
 def products(seen: base.Seen) -> base.Line:
@@ -129,7 +165,15 @@ def linear_with(
     if weight.ndim != 2 or x.ndim < 2:
         return NotImplemented
     use = base.use_of(mini, name, x, 1, (weight, bias), flip, axis=axis, any_order=True)
-    return NotImplemented if use is None else base.call(Linear, base.autocast(x), use)
+    if use is None:
+        return NotImplemented
+    table = base.table_of(use.weights[0])
+    if table is None or not table.links:
+        return base.call(Linear, base.autocast(x), use)
+    links, table.headed = [t for link in table.links for t in link], True
+    if torch.compiler.is_compiling():
+        table.links = ()  # or the graph would return them
+    return base.call(Head, base.autocast(x), use, *links)
 
 
 @base.operation("linear", line=products)

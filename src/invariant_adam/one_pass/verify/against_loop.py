@@ -192,7 +192,8 @@ def _compare(entries: list[Entry], got: list[Any], wants: dict[int, Tensor], squ
     largest = max(map(_rms, wants.values()), default=0.0)
     wrong = []
     for i, entry in enumerate(entries):
-        entry.reached, entry.arrived, entry.shared = i in wants, 0, None
+        entry.reached, entry.arrived = i in wants, 0
+        entry.restart()
         if i not in wants or not entry.size:
             continue
         reduced = torch.is_autocast_enabled(entry.param.device.type)

@@ -118,6 +118,10 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
             _check_losses(trial, outputs)
         for entry in facts.order:
             entry.tied = entry.tied or base.uses[entry.name] > 1
+            if entry.tied:
+                used = base.served[entry.name]
+                table = used == ["embedding"] * used.count("embedding") + ["linear"] * ("linear" in used)
+                entry.table = table and entry.table is not False
         if not facts.findings.passed or coincides(trial):
             check_gradients(trial)
     facts.find(passed=True, checked=facts.findings.checked | ({key} if seen else set()))

@@ -46,6 +46,7 @@ class Probe:
     def __init__(self) -> None:
         self.records: dict[Site, list[Record]] = defaultdict(list)
         self.uses: Counter[str] = Counter()  # by parameter: those that deliver squares
+        self.served: dict[str, list[str]] = defaultdict(list)  # by parameter: the operations that use it, in order
         self.written: set[str] = set()  # buffers that the run has changed
 
     def saw(self, names: str, name: str, x: Tensor, axis: int | None = None, routed: Routed | None = None) -> None:
@@ -91,7 +92,7 @@ class Trial(NamedTuple):
         mini.normed = {}
         mini.mode = mode if mode is Mode.PLAIN else Mode.CHECKING
         for entry in facts.order:
-            entry.shared = None
+            entry.restart()
         modules = self.model.named_modules()
         buffers = [(path, m, n, b, b.clone()) for path, m in modules for n, b in m._buffers.items() if b is not None]
         args, kwargs = self.inputs

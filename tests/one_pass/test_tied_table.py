@@ -1,0 +1,226 @@
+"""A table that is both embedding and head: exact with cross terms at the tokens' rows, without κ gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loop_oracle import assert_exact, loop
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import invariant_adam as ia
+from invariant_adam.one_pass import one_pass
+from invariant_adam.one_pass.groups import UnsupportedUse
+from invariant_adam.one_pass.model import facts_of
+
+B, V, D = 12, 11, 5
+
+
+class Tied(nn.Module):
+    """Embedding, a layer, the head: `how` says what is special."""
+
+    def __init__(self, how: str = "", vocabulary: int = V, width: int = D) -> None:
+        super().__init__()
+        self.how = how
+        self.table = nn.Embedding(vocabulary, width, padding_idx=3 if "padding" in how else None)
+        self.layer = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias="bias" in how)
+        self.head.weight = self.table.weight
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.table, ids, use_reentrant=False) if "rows again" in self.how else self.table(ids)
+
+    def forward(self, ids: Tensor, other: bool = False) -> Tensor:
+        h = self.rows(ids) * (3.3 if "scaled" in self.how else 1.0)  # as Gemma does
+        h = self.layer(h).tanh()
+        if "twice" in self.how:  # as an encoder and a decoder do
+            h = h + self.table(ids.flip(1)[:, :2]).sum(1, keepdim=True)
+        if "shifted" in self.how:
+            h = h[:, :-1]
+        if "picked" in self.how:
+            flat = h.reshape(-1, h.shape[-1])
+            return self.head(flat[torch.arange(len(flat)).flip(0)]).flip(0).view(len(ids), -1)
+        if "transposed" in self.how:
+            return h @ self.table.weight.t()
+        if other:
+            h = h + self.table(ids[:, :1])
+            return self.head(h) + self.table(ids).sum(-1, keepdim=True)
+        h = h * D**-0.5 if "scaled" in self.how else h  # as T5 does
+        return checkpoint(self.head, h, use_reentrant=False) if "head again" in self.how else self.head(h)
+
+
+def loss(model: nn.Module, batch: tuple) -> Tensor:
+    return model(*batch).flatten(1).sin().sum(1).mean()
+
+
+def ids(length: int = 4, batch: int = B, vocabulary: int = V) -> Tensor:
+    return torch.randint(0, vocabulary, (batch, length))
+
+
+def is_table(model: nn.Module, M: int) -> bool:
+    (entry,) = (e for e in facts_of(model, M, 0).order if e.name == "table.weight")
+    return bool(entry.table)
+
+
+HOWS = ["", "padding", "scaled", "bias", "shifted", "twice", "twice padding", "picked", "head again", "rows again"]
+
+
+@pytest.mark.parametrize("M", [1, 3, 5, B])
+@pytest.mark.parametrize("length", [4, 3 * V], ids=["few tokens", "more tokens than rows"])
+@pytest.mark.parametrize("how", HOWS)
+def test_equals_the_loop(how: str, length: int, M: int) -> None:
+    torch.manual_seed(0)
+    model = Tied(how).double()
+    assert_exact(model, (ids(length),), loss, M)
+    assert M == B or is_table(model, M)
+
+
+def test_weights_of_tokens() -> None:
+    torch.manual_seed(0)
+    model, x, w = Tied("twice").double(), ids(), torch.rand(B, dtype=torch.float64)
+
+    def weighted(m: nn.Module, lo: int, hi: int) -> Tensor:
+        return (m(x[lo:hi]).flatten(1).sin().sum(1) * w[lo:hi]).sum()
+
+    total, mean, square = w.sum(), 0.0, 0.0
+    for lo in range(0, B, 3):
+        (g,) = torch.autograd.grad(weighted(model, lo, lo + 3), [model.table.weight])
+        own = w[lo : lo + 3].sum()
+        mean, square = mean + g / total, square + (g / own).square() * own / total
+    with one_pass(model, 3, weights=w):
+        (weighted(model, 0, B) / total).backward()
+    p = model.table.weight
+    assert torch.allclose(p.grad, mean, rtol=1e-10)
+    assert torch.allclose(p.grad_sq, square, rtol=1e-10)
+
+
+def test_into_and_without_agree() -> None:
+    torch.manual_seed(0)
+    model = Tied("padding twice").double()
+    twin, x = copy.deepcopy(model), ids()
+    first, second = (ia.InvariantAdam(m.parameters(), state_dtype=torch.float64) for m in (model, twin))
+    for _ in range(2):
+        with one_pass(model, 3, into=first):
+            loss(model, (x,)).backward()
+        for part in x.split(3):
+            loss(twin, (part,)).backward()
+        first.step()
+        second.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(first.state[p]["exp_avg_sq"], second.state[q]["exp_avg_sq"], rtol=1e-10)
+        assert torch.allclose(p, q, rtol=1e-10)
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("how", ["padding", "twice"])
+def test_compiled_in_one_graph_that_is_not_made_again(how: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tied(how).double()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        model.zero_grad()
+        assert_exact(model, (ids(),), loss, 3, run=run)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_near_the_loop_in_float64(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    model = Tied(width=16).to(device)
+    x = ids(8).to(device)
+    want = loop(copy.deepcopy(model).double(), (x,), loss, 2, B)["table.weight"][1]
+    with one_pass(model, 2), torch.autocast(device, dtype):
+        loss(model, (x,)).backward()
+    got = model.table.weight.grad_sq
+    assert is_table(model, 2)
+    assert float((got - want).norm() / want.norm()) < 0.02
+
+
+def test_another_sharing_has_copies() -> None:
+    torch.manual_seed(0)
+    model = Tied("transposed").double()
+    assert_exact(model, (ids(),), loss, 3)
+    assert not is_table(model, 3)
+
+
+def test_another_use_is_found_by_the_next_check() -> None:
+    """A new signature of inputs is checked anew, and a table that is used otherwise there has copies from then on."""
+    torch.manual_seed(0)
+    model = Tied().double()
+    assert_exact(model, (ids(),), loss, 3)
+    assert is_table(model, 3)
+
+    def other(m: nn.Module, batch: tuple) -> Tensor:
+        return m(batch[0], other=True).flatten(1).sin().sum(1).mean()
+
+    assert_exact(model, (ids(),), other, 3)
+    assert not is_table(model, 3)
+    assert_exact(model, (ids(),), loss, 3)
+
+
+@pytest.mark.parametrize("use", ["an embedding", "a product", "a second head"])
+def test_a_use_that_no_check_has_seen_is_refused(use: str) -> None:
+    torch.manual_seed(0)
+    model = Tied().double()
+
+    def step(use: str | None) -> None:
+        x = ids()
+        h = model(x)
+        if use == "an embedding":
+            h = h + F.embedding(x, model.table.weight).sum(-1, keepdim=True)
+        elif use == "a product":
+            h = h + (h[..., :D] @ (2 * model.table.weight).t())
+        elif use == "a second head":
+            h = h + F.linear(h[..., :D], model.table.weight)
+        h.flatten(1).sin().sum(1).mean().backward()
+
+    with one_pass(model, 3):
+        step(None)
+    for p in model.parameters():
+        p.grad = p.grad_sq = None
+    with pytest.raises(UnsupportedUse, match=r"table\.weight"), one_pass(model, 3):
+        step(use)
+
+
+class Largest(TorchDispatchMode):
+    """The largest result of any operation, in elements of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+def test_memory_is_not_that_of_kappa_gradients() -> None:
+    torch.manual_seed(0)
+    rows, width, kappa, length = 400, 8, 16, 3
+    model, x = Tied(vocabulary=rows, width=width), ids(length, kappa, rows)
+    with one_pass(model, 1):
+        loss(model, (x,)).backward()  # checked
+    for p in model.parameters():
+        p.grad = p.grad_sq = None
+    with one_pass(model, 1), Largest() as seen:
+        loss(model, (x,)).backward()
+    assert seen.elements <= max(kappa * length * rows, rows * width)  # the logits; and no κ × V × D
+    assert seen.elements < kappa * rows * width
+
+
+def test_explain_tells_of_both_kernels() -> None:
+    model = Tied(vocabulary=400)
+    (row,) = (r for r in ia.explain(model, ids(4, 8, 400), 2).rows if r.name == "table.weight")
+    assert "embedding_square" in row.kernel
+    assert "gemm_square" in row.kernel
+    assert row.memory < 8 // 2 * 400 * D * 4 * 2
