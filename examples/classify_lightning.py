@@ -89,7 +89,7 @@ def train(options, batch, digits):
     model = Classifier(options, samples=options.epochs * len(data))
     trainer = pl.Trainer(
         accumulate_grad_batches=batch // in_step,
-        callbacks=[InvariantAdamCallback(one_pass="net" if options.one_pass else None)],
+        callbacks=[InvariantAdamCallback(one_pass="net") if options.one_pass else InvariantAdamCallback(grow=True)],
         max_epochs=options.epochs,
         devices=1,
         logger=False,

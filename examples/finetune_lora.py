@@ -139,6 +139,7 @@ def main():
         processing_class=tokenizer,
         peft_config=LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
         tuned_batch_size=options.tuned_batch,
+        grow=True,  # the first windows are cut into smaller updates
     )
     say = print if trainer.is_world_process_zero() else lambda *_, **__: None
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)

@@ -84,6 +84,7 @@ def main():
             micro_batch_size=options.micro_batch,
             tuned_batch_size=options.tuned_batch,
             one_pass=options.one_pass,
+            grow=True,  # the first windows are cut into smaller updates
         )
         trainer.train()
         loss, seen = trainer.evaluate()["eval_loss"], trainer.invariant_adam.samples_seen

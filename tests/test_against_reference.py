@@ -12,7 +12,7 @@ from problems import batches, distance, flat, gradient_of, loss, mlp, moments, p
 from torch import nn
 
 from invariant_adam import InvariantAdam, reference
-from invariant_adam.scaling import Hyperparameters, scale
+from invariant_adam.scaling import INVARIANT, Hyperparameters, scale
 
 H = Hyperparameters(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 DTYPES = [(torch.float64, 1e-10), (torch.float32, 2e-5)]
@@ -53,7 +53,7 @@ def assert_equal(model, opt, state, tolerance):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=["float64", "float32"])
-@pytest.mark.parametrize("rule", ["linear", "exponential"])
+@pytest.mark.parametrize("rule", INVARIANT)
 @pytest.mark.parametrize("feed", ["backward", "call", "pair"])
 @pytest.mark.parametrize("kappa", [1, 2, 5])
 def test_constant_kappa_is_exact_with_nothing_declared(kappa, feed, rule, dtype, tolerance, device):
@@ -75,7 +75,7 @@ def test_hyperparameters_hold_at_the_tuned_batch_size(tuned):
     assert_equal(model, opt, state, 1e-10)
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.sampled_from(["linear", "exponential"]))
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.sampled_from(INVARIANT))
 def test_any_history_of_kappa_is_exact_when_declared(kappas, rule):
     model = mlp()
     data = iter(batches(sum(kappas)))

@@ -196,3 +196,16 @@ def test_the_warning_has_a_switch():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", ia.FirstUpdateWarning)
         first_update(4)
+
+
+def test_gradients_that_shrink_while_a_run_grows_in_are_no_divided_loss():
+    w = torch.nn.Parameter(torch.ones(50, dtype=torch.float64))
+    opt = InvariantAdam([w], lr=0.0, micro_batch_size=1)
+    growth = BatchGrowth(opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            for x in growth.split(torch.ones(4)):
+                for _ in x:
+                    (w.sum() / max(1.0, opt.queue.update.expected)).backward()
+                opt.step()

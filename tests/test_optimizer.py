@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from invariant_adam import InvariantAdam, reference
 from invariant_adam.fold import pair
-from invariant_adam.scaling import Hyperparameters
+from invariant_adam.scaling import INVARIANT, Hyperparameters
 
 
 def train(model, opt, updates, seed=1, kappa=2):
@@ -731,6 +731,15 @@ def test_an_expectation_is_shared_out_to_parameters_that_come_seldom():
         opt.state_dict()
         seen.append(opt.state[seldom]["exp_avg"].item())
     assert seen == [pytest.approx(1 - 0.9**3)] * 2
+
+
+@pytest.mark.parametrize("rule", INVARIANT)
+def test_a_checkpoint_keeps_the_rule(rule):
+    w = nn.Parameter(torch.ones(1))
+    saved = InvariantAdam([w], rule=rule).state_dict()
+    opt = InvariantAdam([w])
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["rule"] == opt.defaults["rule"] == rule
 
 
 def test_the_linear_rule_says_when_it_ends():

@@ -20,6 +20,7 @@ def decay_factor(h: Hyperparameters) -> float:
     [
         ("linear", 4e-3, 0.6, 0.996, 1 - 4 * 1e-4),
         ("exponential", 4e-3, 0.9**4, 0.999**4, (1 - 1e-4) ** 4),
+        ("long_momentum", 4e-3, 0.9 ** (4**0.25), 0.999**4, (1 - 1e-4) ** 4),
         ("square_root", 2e-3, 0.6, 0.996, 1 - 2 * 1e-4),
         ("sgd", 4e-3, 0.9, 0.999, 1 - 4 * 1e-4),
     ],
@@ -111,7 +112,10 @@ def test_the_exponential_rule_is_valid_at_any_batch_size(rho):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"rule": "cubic"}, "rule must be one of 'linear', 'exponential', 'square_root', 'sgd', got 'cubic'"),
+        (
+            {"rule": "cubic"},
+            "rule must be one of 'linear', 'exponential', 'square_root', 'sgd', 'long_momentum', got 'cubic'",
+        ),
         ({"from_batch": 0}, "from_batch must be a positive number of samples, got 0"),
         ({"to_batch": math.inf}, "to_batch must be a positive number of samples, got inf"),
         ({"to_batch": math.nan}, "to_batch must be a positive number of samples, got nan"),
@@ -140,3 +144,22 @@ def test_no_decay_stays_none(rule):
 def test_a_decay_that_would_turn_the_weights_around_is_refused(rule):
     with pytest.raises(ValueError, match="turns them around"):
         scale(0.1, (0.99999, 0.99999), 9.0, from_batch=1, to_batch=400, rule=rule)
+
+
+@given(st.floats(0.01, 1), st.sampled_from([0.98, 1.02]))
+def test_an_average_of_gradients_is_stable_up_to_the_bound_that_long_momentum_is_made_for(gamma, part):
+    """w' = w - s*m, m' = (1-gamma)*m + gamma*h*w: stable for s*h < 2*(2-gamma)/gamma."""
+    step = part * 2 * (2 - gamma) / gamma
+    # The roots of z^2 - (2 - gamma - gamma*s*h)*z + (1 - gamma); the bound is where one of them is -1.
+    b = 2 - gamma - gamma * step
+    root = (abs(b) + math.sqrt(max(0.0, b * b - 4 * (1 - gamma)))) / 2
+    assert (root < 1) == (part < 1)
+
+
+def test_long_momentum_allows_larger_steps_at_larger_batches():
+    def largest(rule, rho):
+        gamma = 1 - scale(1.0, (0.9, 0.99), from_batch=1, to_batch=rho, rule=rule).betas[0]
+        return 2 * (2 - gamma) / gamma / rho
+
+    assert largest("exponential", 1) == largest("long_momentum", 1)
+    assert largest("long_momentum", 16) > 6 * largest("exponential", 16)

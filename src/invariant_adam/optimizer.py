@@ -21,7 +21,7 @@ from .fold import checks, guards, pair, scalars
 from .fold.launcher import Step
 from .fold.moments import Moments, NonFinite
 from .fold.queue import FoldQueue
-from .scaling import RULES, check_decay, check_hyperparameters, check_keep
+from .scaling import INVARIANT, RULES, check_decay, check_hyperparameters, check_keep
 
 F = TypeVar("F", bound=Callable[..., Any])
 # An update's scalars and counters live on the host: torch.compile breaks its graph here, once, and never recompiles.
@@ -52,7 +52,7 @@ class InvariantAdam(Optimizer):
         micro_batch_size: M, samples in a micro-batch. None: unknown; the micro-batch itself is the unit.
         tuned_batch_size: B₀, samples per update for which `lr`, `betas` and `weight_decay` were tuned. None: one
             micro-batch.
-        rule: "exponential", valid at any batch size, or "linear", the paper's (see `invariant_adam.scaling`).
+        rule: "exponential", for any batch size; "linear", the paper's; "long_momentum", for large steps (`scaling`).
         fold: "backward" folds each gradient in an autograd hook and frees it at once, so that `p.grad` is always
             None and no gradient accumulator exists. "call" leaves `p.grad` alone until `fold()`.
         loss_divisor: what the training loop divided each micro-batch loss by (many trainers divide by κ); or a
@@ -105,7 +105,7 @@ class InvariantAdam(Optimizer):
     ) -> None:
         checks.check_adamw_options(adamw_options)
         checks.check_sizes(micro_batch_size, tuned_batch_size)
-        checks.check_choice("rule", rule, ("exponential", "linear"))
+        checks.check_choice("rule", rule, INVARIANT)
         checks.check_choice("fold", fold, ("backward", "call"))
         checks.check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
         checks.check_state_dtype(state_dtype)

@@ -1,4 +1,4 @@
-"""Hyperparameters at one batch size -> at another, by four rules (floats only, no tensors)."""
+"""Hyperparameters at one batch size -> at another, by five rules (floats only, no tensors)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ class Rule(NamedTuple):
     beta: Callable[[float, float], float]  # (β, ρ) -> β of one update
     decay: Callable[[float, float], float]  # (ηλ, ρ) -> share of the weights that decays in one update
     needs_small: bool = False  # valid only while ργ < 1
+    power: float = 1.0  # of ρ, in what `beta` gets for β₁
+
+    def betas(self, betas: tuple[float, float], rho: float) -> tuple[float, float]:
+        """Return β₁′ and β₂′ of one update."""
+        return self.beta(betas[0], rho**self.power), self.beta(betas[1], rho)
+
+
+def long_momentum(power: float) -> Rule:
+    """Return the exponential rule with γ₁′ = 1 − (1−γ₁)^(ρ^power), about ρ^power·γ₁: larger batches keep more of m.
+
+    Averaging with rate γ is stable while step · curvature < 2(2−γ)/γ. The step of one update is ρη, so with ρ^p·γ₁ the
+    largest stable η falls as ρ^−(1+p) instead of ρ^−2. The price is delay: m looks ρ^(1−p) times further back.
+    """
+    return RULES["exponential"]._replace(power=power)
 
 
 RULES = {
@@ -48,6 +62,8 @@ RULES = {
         decay=lambda d, rho: rho * d,
     ),
 }
+RULES["long_momentum"] = long_momentum(0.25)
+INVARIANT = ("exponential", "linear", "long_momentum")  # the rules of `InvariantAdam`
 
 
 def scale(
@@ -68,9 +84,13 @@ def scale(
     =============  ====  ==============  ================
     linear         ρη    ργ              1 − ρηλ
     exponential    ρη    1 − (1−γ)^ρ     (1 − ηλ)^ρ
+    long_momentum  ρη    see below       (1 − ηλ)^ρ
     square_root    √ρη   ργ              1 − √ρηλ
     sgd            ρη    unchanged       1 − ρηλ
     =============  ====  ==============  ================
+
+    `long_momentum` has the exponential rule's γ₂ and 1 − (1−γ₁)^√√ρ for γ₁: a larger batch keeps more of m, which is
+    more stable and reacts later. The theorems are about the other two.
 
     The returned `weight_decay` is the λ′ for which AdamW's own factor 1 − η′λ′ is the one in the table, so the
     result can be handed to `torch.optim.AdamW` as it is. ε does not scale. `square_root` is for standard Adam.
@@ -81,7 +101,7 @@ def scale(
         weight_decay: decoupled decay λ.
         from_batch: samples per update where the hyperparameters hold.
         to_batch: samples per update where they are wanted; larger or smaller.
-        rule: "linear", "exponential", "square_root" or "sgd".
+        rule: "linear", "exponential", "long_momentum", "square_root" or "sgd".
 
     >>> h = scale(1e-3, (0.9, 0.999), 0.1, from_batch=32, to_batch=128, rule="linear")
     >>> h.lr, round(h.betas[0], 12), h.betas[1], h.weight_decay
@@ -100,7 +120,7 @@ def scale(
     rho = to_batch / from_batch
     check_rho(rule, rho, betas, batch=to_batch, tuned=from_batch)
     new_lr = lr * law.lr(rho)
-    new_betas = (law.beta(betas[0], rho), law.beta(betas[1], rho))
+    new_betas = law.betas(betas, rho)
     # λ' from 1 - η'λ' = 1 - decay; where nothing moves (η = 0) any λ' does, and λ stays.
     share = law.decay(decay, rho)
     check_keep(1 - share, rule, lr, weight_decay, rho)

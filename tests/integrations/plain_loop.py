@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from invariant_adam import InvariantAdam
+from invariant_adam.growth import grown_kappa
 
 VOCABULARY, LENGTH, M, TUNED = 31, 12, 4, 8
 HYPERPARAMETERS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-4}
@@ -73,6 +74,20 @@ def windows(order, kappa, size=M):
     samples = iter(order)
     micro_batches = iter(lambda: list(islice(samples, size)), [])
     return list(iter(lambda: list(islice(micro_batches, kappa)), []))
+
+
+def grown(plan, ranks=1):
+    """Cut windows as growing in does; return the updates, and how many micro-batches those of each window have."""
+    updates, sizes = [], []
+    for window in plan:
+        sizes.append([])
+        while window:
+            seen = sum(len(part) for update in updates for part in update) / M / ranks
+            kappa = grown_kappa(len(window) // ranks, seen) * ranks
+            updates.append(window[:kappa])
+            sizes[-1].append(kappa)
+            window = window[kappa:]
+    return updates, sizes
 
 
 def optimizer_of(model, **options):

@@ -7,7 +7,7 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from plain_loop import M, Sentences, assert_equal_runs, llama, optimizer_of, train_plainly, windows
+from plain_loop import M, Sentences, assert_equal_runs, grown, llama, optimizer_of, train_plainly, windows
 from torch.utils.data import DataLoader
 
 from invariant_adam import unwrap
@@ -22,9 +22,9 @@ def _fresh():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def trained(data, accumulation, epochs=3, size=M, changes=(), once=False, **options):
+def trained(data, accumulation, epochs=3, size=M, changes=(), once=False, grow=None, **options):
     """Train as Accelerate's documentation does; `changes` are accumulations of later epochs."""
-    accelerator = InvariantAccelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator = InvariantAccelerator(cpu=True, gradient_accumulation_steps=accumulation, grow=grow)
     model = llama()
     model, opt, loader = accelerator.prepare(model, optimizer_of(model, **options), DataLoader(data, batch_size=size))
     model.train()
@@ -43,10 +43,10 @@ def trained(data, accumulation, epochs=3, size=M, changes=(), once=False, **opti
     return accelerator, model, opt
 
 
-def assert_is_plain(model, opt, data, plan, **options):
+def assert_is_plain(model, opt, data, plan, announced=None, **options):
     other = llama()
     reference = optimizer_of(other, **options)
-    train_plainly(other, reference, data, plan, announced=None)
+    train_plainly(other, reference, data, plan, announced=announced)
     assert_equal_runs(model, unwrap(opt), other, reference)
 
 
@@ -102,3 +102,29 @@ def test_other_optimizers_are_prepared_as_ever():
                 opt.step()
         ends.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_micro_norm": 0.2, "fold": "call"}])
+def test_growing_in_is_the_plain_loop_over_the_same_cuts(options):
+    data = Sentences(56, unequal=True)  # windows of 8 and of 6 micro-batches
+    _, model, opt = trained(data, 8, grow=True, **options)
+    plan, sizes = grown(windows(range(56), 8) * 3)
+    assert {size for window in sizes for size in window} >= {1, 2, 3}
+    foreseen = dict(enumerate(_foreseen(sizes)))
+    assert_is_plain(model, opt, data, plan, announced=foreseen, **options)
+
+
+def _foreseen(sizes):
+    """What was announced of each update: the end of the epoch is not known beforehand."""
+    seen = 0
+    for window in sizes:
+        done = 0
+        for kappa in window:
+            yield max(kappa, min(8 - done, seen // 10))
+            done += kappa
+            seen += kappa
+
+
+def test_growing_in_refuses_one_pass_with_the_remedy():
+    with pytest.raises(ValueError, match=r"BatchGrowth\(opt\).split"):
+        trained(Sentences(16), 2, once=True, grow=True)

@@ -7,7 +7,7 @@ pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from plain_loop import M, Sentences, assert_equal_runs, llama, optimizer_of, train_plainly, windows
+from plain_loop import M, Sentences, assert_equal_runs, grown, llama, optimizer_of, train_plainly, windows
 from torch.utils.data import DataLoader
 
 from invariant_adam import one_pass, unwrap
@@ -177,3 +177,18 @@ def test_other_optimizers_are_refused():
 
     with pytest.raises(TypeError, match="got AdamW"):
         fit(Plain(), Sentences(8), 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_micro_norm": 0.2, "fold": "call"}])
+def test_growing_in_is_the_plain_loop_over_the_same_cuts(options):
+    data, module = Sentences(58, unequal=True), Module(**options)
+    opt = fit(module, data, 8, callbacks=[InvariantAdamCallback(grow=True)])
+    plan, sizes = grown(windows(range(58), 8) * 3)
+    assert {size for window in sizes for size in window} >= {1, 2, 3}
+    short = {i: len(update) for i, update in enumerate(plan) if len(update) > 1}  # its last batch was not foreseen
+    assert_is_plain(module, opt, data, plan, short, **options)
+
+
+def test_growing_in_refuses_one_pass_with_the_remedy():
+    with pytest.raises(ValueError, match=r"BatchGrowth\(self.optimizers\(\)\).split"):
+        fit(Module(), Sentences(16), 2, callbacks=[InvariantAdamCallback(grow=True, one_pass="net")])

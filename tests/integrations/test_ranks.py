@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from plain_loop import Sentences, gpt2, llama, optimizer_of, train_plainly, windows
+from plain_loop import Sentences, gpt2, grown, llama, optimizer_of, train_plainly, windows
 from trainer_runs import NEW, arguments, assert_is_plain, trained
 
 pytestmark = pytest.mark.slow
@@ -54,6 +54,7 @@ def test_replicas_are_one_process(tmp_path):
     plan = windows(SEEN, 4) * 3
     for name, options in (("ddp", {}), ("clipped", {"max_micro_norm": 0.2, "fold": "call"}), ("one pass", {})):
         assert_left_is_plain(folder / f"{name}.pt", gpt2, data, plan, **options)
+    assert_left_is_plain(folder / "grown.pt", gpt2, data, grown(windows(SEEN, 8) * 3, ranks=2)[0])
     # Without a length Accelerate deals samples out, the last two one to each rank.
     streamed = [*windows(range(48), 4), [range(48, 52), range(52, 56), [56], [57]]] * 3
     assert_left_is_plain(folder / "streamed.pt", gpt2, data, streamed)
@@ -74,6 +75,7 @@ def test_shards_are_one_process(tmp_path):
     assert assert_left_is_plain(folder / "fsdp.pt", llama, data, plan)["sharded"]
     after = windows(SEEN[48:], 2) + windows(SEEN, 2) * 2
     assert_left_is_plain(folder / "gone on.pt", llama, data, plan[:3] + after)
+    assert_left_is_plain(folder / "grown.pt", llama, data, grown(windows(SEEN, 8) * 3, ranks=2)[0])
 
 
 def test_accelerate_is_one_process(tmp_path):

@@ -8,7 +8,19 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from plain_loop import TUNED, M, Sentences, Stream, assert_equal_runs, gpt2, llama, optimizer_of, train_plainly, windows
+from plain_loop import (
+    TUNED,
+    M,
+    Sentences,
+    Stream,
+    assert_equal_runs,
+    gpt2,
+    grown,
+    llama,
+    optimizer_of,
+    train_plainly,
+    windows,
+)
 from trainer_runs import DIGITS, NEW, InOrder, arguments, assert_is_plain, logged, summed, trained
 from transformers import Trainer, TrainerCallback
 
@@ -31,6 +43,26 @@ def test_it_is_the_plain_loop(tmp_path, build, accumulation, samples, unequal):
     assert (logs[-1]["kappa"], logs[-1]["rho"]) == (last, last * M / TUNED)
     assert logs[-1]["samples_seen"] == 3 * samples
     assert not any("grad_norm" in log for log in logs)
+
+
+@pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.2}, {"per_device_train_batch_size": 2 * M, "one_pass": True}])
+def test_growing_in_is_the_plain_loop_over_the_same_cuts(tmp_path, how):
+    data, once = Sentences(58, unequal=True), "one_pass" in how
+    clipped = {"max_micro_norm": 0.2, "fold": "call"} if "max_grad_norm" in how else {}
+    options = {key: how.pop(key) for key in ("one_pass",) if key in how}
+    args = arguments(tmp_path, 4 if once else 8, logging_strategy="steps", logging_steps=1, **how)
+    trainer = trained(llama(), args, data, grow=True, micro_batch_size=M, **options)
+    plan, sizes = grown(windows(range(58), 8) * 3)
+    assert max(map(len, sizes)) > 4
+    assert {size for window in sizes for size in window} > {1, 2, 3}
+    losses = assert_is_plain(trainer, llama, data, plan, **clipped)
+    assert trainer.state.global_step == len(sizes)  # windows, as ever
+    updates = iter(zip(plan, losses, strict=True))
+    for window, log in zip(sizes, logged(trainer), strict=True):
+        parts = [(sum(map(len, update)), loss) for update, loss in (next(updates) for _ in window)]
+        mean = sum(n * loss for n, loss in parts) / sum(n for n, _ in parts)
+        assert log == pytest.approx(mean, abs=DIGITS)
+    assert trainer.state.log_history[-2]["kappa"] == pytest.approx(sum(map(len, plan[-1])) / M)
 
 
 def test_clipping_is_that_of_each_micro_batch(tmp_path):

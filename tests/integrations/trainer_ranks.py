@@ -64,6 +64,7 @@ def replicated(folder):
         ("ddp", {"gradient_accumulation_steps": 2, **SAVING}, {}),
         ("clipped", {"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, {}),
         ("one pass", {"per_device_train_batch_size": 2 * M}, {"micro_batch_size": M, "one_pass": True}),
+        ("grown", {"gradient_accumulation_steps": 4}, {"grow": True}),
     ):
         trainer = trained(gpt2(), arguments(folder / name, **changed), data, OrderedTrainer, **options)
         leave(trainer.invariant_adam, folder / f"{name}.pt")
@@ -83,6 +84,8 @@ def sharded(folder):
     resume = str(folder / "run" / "checkpoint-3")
     again = trained(llama(), arguments(folder, 1, **fsdp), data, InvariantShardedTrainer, resume=resume)
     leave(again.invariant_adam, folder / "gone on.pt")
+    grown = trained(llama(), arguments(folder, 4, **fsdp), data, InvariantShardedTrainer, grow=True)
+    leave(grown.invariant_adam, folder / "grown.pt")
 
 
 def accelerated(folder):

@@ -66,10 +66,10 @@ class DivisorWatch:
             return
         state, kappa = queue.moments.state, queue.moments.groups[0]["kappa"]
         if not self.params or any(p not in state for p in self.params):
-            self.now = self.before = None
+            self.forget()
             self.params = sorted(state, key=Tensor.numel)[:_FEW]
         if not kappa or any(state[p]["kappa"] != kappa for p in self.params):
-            self.now = self.before = None  # some parameters came in a part of the micro-batches only
+            self.forget()  # some parameters came in a part of the micro-batches only
             return
         vs = [_part(queue.reducer.local(state[p]["exp_avg_sq"])) for p in self.params]
         sums = torch.stack([norm.to(vs[0].device) for norm in torch._foreach_norm(vs, 1)])  # v >= 0
@@ -84,6 +84,10 @@ class DivisorWatch:
             self.now = _Stretch(kappa, kappa, now.end, new)
         if self.before is not None and self.now.micro_batches >= _ENOUGH:
             self._compare(self.before, self.now)
+
+    def forget(self) -> None:
+        """Compare nothing with what came so far: as a run grows in, κ changes just where gradients shrink fastest."""
+        self.now = self.before = None
 
     def _compare(self, before: _Stretch, now: _Stretch) -> None:
         change = math.log(before.kappa / now.kappa)

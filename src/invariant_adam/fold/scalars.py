@@ -35,11 +35,10 @@ def tuned_kappa(group: dict[str, Any]) -> float:
 
 def betas_at(group: dict[str, Any], kappa: float) -> tuple[float, float]:
     """β₁′ and β₂′ of an update of κ micro-batches; refused where the rule has none."""
-    name, (beta1, beta2), rho = group["rule"], group["betas"], rho_at(group, kappa)
+    name, rho = group["rule"], rho_at(group, kappa)
     micro = group["micro_batch_size"] or 1
     check_rho(name, rho, group["betas"], batch=kappa * micro, tuned=group["tuned_batch_size"] or micro)
-    rule = RULES[name]
-    return rule.beta(beta1, rho), rule.beta(beta2, rho)
+    return RULES[name].betas(group["betas"], rho)
 
 
 def fresh() -> Counters:

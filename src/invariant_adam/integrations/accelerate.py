@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..growth import BatchGrowth
 from ..one_pass import one_pass as opened
 from ..one_pass.exchange import Open
 from ..optimizer import InvariantAdam
 from ..unwrap import unwrap
-from .window import autocast_outside, follow_parameters
+from .window import GrowingWindow, autocast_outside, follow_parameters
 
 
 class InvariantAccelerator(Accelerator):
@@ -25,6 +27,9 @@ class InvariantAccelerator(Accelerator):
 
     Args:
         args: what `Accelerator` takes.
+        grow: cut the first windows of `gradient_accumulation_steps` micro-batches into updates that grow (see
+            `invariant_adam.BatchGrowth`): `backward` steps inside of them. False: a large first update is meant; None:
+            it is not chosen, and a warning tells of it. For one pass cut batches by `BatchGrowth.split` instead.
         kwargs: what `Accelerator` takes.
 
     >>> import torch
@@ -39,9 +44,11 @@ class InvariantAccelerator(Accelerator):
     32
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, grow: bool | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.grow = grow
         self.invariant_adams: list[InvariantAdam] = []
+        self._growths: list[GrowingWindow] = []  # one for each of them
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrap an optimizer; remember ours."""
@@ -50,6 +57,9 @@ class InvariantAccelerator(Accelerator):
             if self.scaler is not None:
                 raise ValueError('mixed_precision="fp16" scales what InvariantAdam squares; use mixed_precision="bf16"')
             self.invariant_adams.append(unwrap(wrapped))
+            if self.grow is not None:
+                growth = BatchGrowth(wrapped, 0.1 if self.grow else math.inf)
+                self._growths += [GrowingWindow(growth)] if self.grow else []
         return wrapped
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,13 +89,23 @@ class InvariantAccelerator(Accelerator):
                 "backward() was not told how many samples the micro-batch has, and a short one would count for too "
                 "much; call accelerator.backward(loss, samples=len(batch))"
             )
+        if self.grow and Open.mini_batch is not None:
+            raise ValueError(
+                "grow=True cuts windows between backwards, and one pass is one backward; leave grow out and cut the "
+                "batch: for part in invariant_adam.BatchGrowth(opt).split(batch)"
+            )
         for opt in ours:
             opt.loss_divisor = self.gradient_accumulation_steps
+        for growing in self._growths:
+            size = growing.growth.optimizer.micro_batch_size
+            growing.begin(self.gradient_accumulation_steps, (samples or 1) / size if size else 1.0)
         with _weighted(ours, samples):
             super().backward(loss, **kwargs)
             for opt in ours:
                 if not opt.queue.in_backward:
                     opt.fold()
+        for growing in self._growths:
+            growing.end(last=self.sync_gradients)
 
     @contextmanager
     def one_pass(self, model: nn.Module, optimizer: Any, **options: Any) -> Iterator[None]:

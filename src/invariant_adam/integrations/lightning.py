@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from ..growth import BatchGrowth
 from ..one_pass import one_pass as opened
 from ..optimizer import InvariantAdam
 from ..unwrap import unwrap
-from .window import batch_size
+from .window import GrowingWindow, batch_size
 
 
 class InvariantAdamCallback(Callback):
@@ -28,10 +30,21 @@ class InvariantAdamCallback(Callback):
             of a batch in one backward. None: a batch is a micro-batch. The loss is then a mean over samples; where
             samples differ in their tokens, `OwnMeans` (in `invariant_adam.integrations.window`) makes it one.
         samples: batch -> its samples; by default the size of its first tensor's first dimension.
+        grow: cut the first windows of `accumulate_grad_batches` micro-batches into updates that grow (see
+            `invariant_adam.BatchGrowth`); the trainer's steps are windows as ever. False: a large first update is
+            meant; None: it is not chosen, and a warning tells of it.
     """
 
-    def __init__(self, *, one_pass: str | None = None, samples: Callable[[Any], int] = batch_size) -> None:
-        self.one_pass, self.samples = one_pass, samples
+    def __init__(
+        self,
+        *,
+        one_pass: str | None = None,
+        samples: Callable[[Any], int] = batch_size,
+        grow: bool | None = None,
+    ) -> None:
+        self.one_pass, self.samples, self.grow = one_pass, samples, grow
+        self._growing: GrowingWindow | None = None
+        self._last = False  # the batch at hand is the window's last
         self._open: ExitStack | None = None  # what the batch at hand has opened
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -49,6 +62,13 @@ class InvariantAdamCallback(Callback):
                 "backward is a mini-batch's; leave one_pass out here, and open invariant_adam.one_pass(..., "
                 "into=self.optimizers()) in training_step"
             )
+        if self.grow and (self.one_pass is not None or not pl_module.automatic_optimization):
+            raise ValueError(
+                f"grow=True with one_pass={self.one_pass!r} and automatic_optimization="
+                f"{pl_module.automatic_optimization}: this callback cuts windows between backwards of one micro-batch; "
+                "leave grow out, set automatic_optimization=False, and cut the batch in training_step: for part in "
+                "invariant_adam.BatchGrowth(self.optimizers()).split(batch)"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the ranks."""
@@ -57,6 +77,9 @@ class InvariantAdamCallback(Callback):
         opt = self._optimizer(trainer)
         if opt.micro_batch_size is None:
             raise ValueError("InvariantAdam needs micro_batch_size, to tell short batches from whole ones")
+        if self.grow is not None:
+            growth = BatchGrowth(opt, 0.1 if self.grow else math.inf)
+            self._growing = GrowingWindow(growth) if self.grow else None
         if trainer.world_size > 1:
             from .. import distributed
 
@@ -73,9 +96,14 @@ class InvariantAdamCallback(Callback):
             if n < M:
                 self._open.enter_context(opt.ragged(n))
             return
-        if not opt.kappa:
-            whole = trainer.accumulate_grad_batches - batch_idx % trainer.accumulate_grad_batches
-            batches = min(whole, trainer.num_training_batches - batch_idx)
+        done = batch_idx % trainer.accumulate_grad_batches
+        batches = min(trainer.accumulate_grad_batches - done, int(trainer.num_training_batches - batch_idx))
+        self._last = batches == 1
+        if self._growing is not None:
+            if not done:
+                self._growing.restart()
+            self._growing.begin(batches + done, n / M)
+        elif not opt.kappa:
             size = n if batches == 1 else max(n, M)  # an epoch's last batch is known to be short when it comes
             opt.expect(batches * trainer.world_size * size / M)
         if self.one_pass is not None:
@@ -95,6 +123,8 @@ class InvariantAdamCallback(Callback):
             opt.fold()
         if pl_module.automatic_optimization:
             self._close()
+            if self._growing is not None:
+                self._growing.end(self._last)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Close what a `training_step` has left open that returned None."""

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..growth import BatchGrowth
 from ..one_pass import one_pass as opened
 from ..optimizer import InvariantAdam
 from ..schedules import SampleLambdaLR
@@ -53,6 +54,8 @@ class InvariantAdamMixin(_Trainer):
         tuned_batch_size: B₀, samples per update at which the training arguments hold. None: one micro-batch.
         micro_batch_size: M, samples. None: `per_device_train_batch_size`. Smaller ones need `one_pass`.
         one_pass: take all micro-batches of a training step in one backward (see `invariant_adam.one_pass`).
+        grow: cut the first windows into updates that grow (see `invariant_adam.BatchGrowth`); the trainer's steps are
+            windows as ever. False: a large first update is meant; None: it is not chosen, and a warning tells of it.
         kwargs: what the trainer takes.
     """
 
@@ -62,13 +65,14 @@ class InvariantAdamMixin(_Trainer):
         tuned_batch_size: int | None = None,
         micro_batch_size: int | None = None,
         one_pass: bool = False,
+        grow: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         own = self.args.per_device_train_batch_size
         self.micro_batch_size: int = own if micro_batch_size is None else micro_batch_size
         self.tuned_batch_size = tuned_batch_size
-        self.one_pass = one_pass
+        self.one_pass, self.grow = one_pass, grow
         self.window = Window()
         self._total: float | None = None  # samples of the whole run
         self._resumed: Path | None = None  # a checkpoint, to be made one of this batch size
@@ -187,6 +191,8 @@ class InvariantAdamMixin(_Trainer):
                     f"the InvariantAdam that was given has {name}={mine}, and the trainer {asked} (max_micro_norm is "
                     "max_grad_norm); make them equal"
                 )
+        if self.grow is not None:
+            self.window.growth = BatchGrowth(opt, 0.1 if self.grow else math.inf)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -228,16 +234,14 @@ class InvariantAdamMixin(_Trainer):
             next(epoch_iterator, None)
         self._passed = 0
         batches, _ = super().get_batch_samples(epoch_iterator, *args)
-        samples: float = self.window.open(batches)
-        if self.args.world_size > 1:
-            samples = self.accelerator.reduce(torch.tensor(samples, device=self.args.device), "sum").item()
-        if samples:
-            self.invariant_adam.expect(samples / self.micro_batch_size)
+        mine = torch.tensor([self.window.open(batches, self.micro_batch_size)], device=self.args.device)
+        everyone = self.accelerator.gather(mine) if self.args.world_size > 1 else mine
+        self.window.announce(self.invariant_adam, everyone.tolist())
         return batches, None
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Fold the micro-batches of a step; return its share of the window's mean loss."""
-        opt, n = self.invariant_adam, self.window.take()
+        n = self.window.take()
         if not self.one_pass and n > self.micro_batch_size:
             raise ValueError(
                 f"a training step has {n} samples, and micro_batch_size={self.micro_batch_size}; set one_pass=True"
@@ -245,16 +249,22 @@ class InvariantAdamMixin(_Trainer):
         # The trainer divides by these. It must not: a factor would be squared.
         steps, self.current_gradient_accumulation_steps = self.current_gradient_accumulation_steps, 1
         try:
-            with ExitStack() as stack:
-                if self.one_pass:
-                    stack.enter_context(self._in_one_pass(model, inputs, n))
-                elif n < self.micro_batch_size:
-                    stack.enter_context(opt.ragged(n))
-                loss = super().training_step(model, inputs, None)
-                if not opt.queue.in_backward:
-                    opt.fold()
+            pieces = self.window.cut(self.invariant_adam, inputs, n)
+            return torch.stack([self._fold(model, *piece) for piece in pieces]).sum()
         finally:
             self.current_gradient_accumulation_steps = steps
+
+    def _fold(self, model: nn.Module, inputs: dict[str, Any], n: int) -> Tensor:
+        """Fold the micro-batches of `n` samples; return their share of the window's mean loss."""
+        opt = self.invariant_adam
+        with ExitStack() as stack:
+            if self.one_pass:
+                stack.enter_context(self._in_one_pass(model, inputs, n))
+            elif n < self.micro_batch_size:
+                stack.enter_context(opt.ragged(n))
+            loss = super().training_step(model, inputs, None)
+            if not opt.queue.in_backward:
+                opt.fold()
         return loss * (n / self.window.samples)
 
     @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..growth import BatchGrowth
 from ..optimizer import InvariantAdam
 
 SAMPLES = "invariant_adam_samples"  # a batch's key for one number per sample
@@ -96,17 +97,64 @@ def batch_size(batch: Any) -> int:
 
 
 class Window:
-    """The batches of one update, on this rank: how many samples each has."""
+    """The batches that a trainer takes for one update, on this rank, and the updates that they are.
+
+    That is one; more where `growth` cuts the window.
+    """
 
     def __init__(self) -> None:
+        self.growth: BatchGrowth | None = None
         self.samples = 0  # in all batches
         self._sizes: list[int] = []
+        self._size = 1  # M, samples
+        self._ranks, self._even = 1, True  # how many, and whether all have as many micro-batches
+        self._everyone = 0  # samples that are left of the window, on all ranks
+        self._whole = 0  # micro-batches of the window
+        self._left = 0  # of them, those that are left
+        self._open = 0  # of those, the ones of the update that is open; 0: the window's end closes it
 
-    def open(self, batches: Iterable[Any]) -> int:
-        """Begin a window of these batches; return its samples."""
+    def open(self, batches: Iterable[Any], micro_batch_size: int) -> list[int]:
+        """Begin a window of these batches; return its samples and micro-batches, for `announce`."""
         self._sizes = [take_count(batch) for batch in batches][::-1]
-        self.samples = sum(self._sizes)
-        return self.samples
+        self.samples, self._size = sum(self._sizes), micro_batch_size
+        self._whole = self._left = sum(-(-n // micro_batch_size) for n in self._sizes)
+        return [self.samples, self._whole]
+
+    def announce(self, opt: InvariantAdam, everyone: list[list[int]]) -> None:
+        """Tell the optimizer how large the coming update is.
+
+        Args:
+            everyone: what `open` returned, on each rank. Where ranks differ, the window is not cut.
+        """
+        self._everyone, self._ranks = sum(samples for samples, _ in everyone), len(everyone)
+        self._even = all(count == everyone[0][1] for _, count in everyone)
+        if self._everyone:
+            self._begin(opt)
+
+    def _begin(self, opt: InvariantAdam) -> None:
+        self._open = 0
+        if self.growth is not None and self._even:
+            kappa = self.growth.next_kappa(self._left, self._whole)
+            if kappa < self._left:
+                self._open = kappa
+                return
+        opt.expect(self._everyone / self._size)  # a last one may be short
+
+    def cut(self, opt: InvariantAdam, batch: dict[str, Any], n: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """Cut a batch of `n` samples into pieces with their samples, where an update ends in it; step between them."""
+        first, M = 0, self._size
+        while first < n:
+            size = min(n - first, self._open * M or n)
+            whole = size == n
+            yield batch if whole else {key: _rows(x, n, first, first + size) for key, x in batch.items()}, size
+            first += size
+            self._left -= -(-size // M)
+            if self._open:
+                self._open -= -(-size // M)
+                self._everyone -= size * self._ranks
+                if not self._open:
+                    opt.step()
+                    self._begin(opt)
 
     def take(self) -> int:
         """Return how many samples the next batch has."""
@@ -116,6 +164,50 @@ class Window:
                 "without calling ours; call super().get_batch_samples()"
             )
         return self._sizes.pop()
+
+
+class GrowingWindow:
+    """Cuts a window of micro-batches that come one backward at a time, in a loop that steps at its end.
+
+    Args:
+        growth: which updates there are.
+    """
+
+    def __init__(self, growth: BatchGrowth) -> None:
+        self.growth = growth
+        self._done = 0  # micro-batches of the window that came
+        self._open = 0  # that are still to come in the update
+
+    def begin(self, window: int, share: float) -> None:
+        """Announce the update that the coming backward begins, if it begins one.
+
+        Args:
+            window: micro-batches of the window on each rank.
+            share: n/M of the coming micro-batch.
+        """
+        if self._open:
+            return
+        self._open = self.growth.next_kappa(max(1, window - self._done), window)
+        if self._open == 1 and share < 1:
+            opt = self.growth.optimizer
+            opt.expect(share * opt.queue.reducer.size)
+
+    def end(self, last: bool) -> None:
+        """Count a backward; step where it ends an update, but leave the window's last one to the loop."""
+        self._done, self._open = self._done + 1, self._open - 1
+        if last:
+            self.restart()
+        elif not self._open:
+            self.growth.optimizer.step()
+
+    def restart(self) -> None:
+        """Begin a window."""
+        self._done = self._open = 0
+
+
+def _rows(x: Any, n: int, first: int, last: int) -> Any:
+    """The samples from `first` to `last` of a value that has `n`; others are for all samples."""
+    return x[first:last] if isinstance(x, Tensor) and x.ndim and len(x) == n else x
 
 
 class OwnMeans:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, demo, experiments, reproduce, theory
+from . import bench, demo, experiments, reproduce, scale_up, theory
 from .console import help_of, stdout
 
 app = typer.Typer(
@@ -19,7 +19,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-commands = (theory.verify, theory.scale, demo.demo, experiments.data, experiments.figures, reproduce.reproduce)
+commands = (
+    theory.verify,
+    theory.scale,
+    demo.demo,
+    experiments.data,
+    experiments.figures,
+    reproduce.reproduce,
+    scale_up.scale_up,
+)
 for command in commands:  # in the order of the help text
     app.command(help=help_of(command))(command)
 app.add_typer(bench.app, name="bench")

@@ -1,0 +1,74 @@
+"""`scale-up`: at B₀ every method is AdamW, runs are kept, and the table is their difference to B₀."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from invariant_adam_lab import scale_up
+from invariant_adam_lab.cli import app
+from invariant_adam_lab.training import data as lab_data
+
+TEXT = "".join(chr(97 + (i * i // 7 + i // 3) % 23) for i in range(60_000))
+TINY = scale_up.Preset(256, 1, (1e-3,), (0,))
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return lab_data.text(tmp_path / "text.txt")
+
+
+def test_at_the_tuned_batch_every_method_is_adamw(text):
+    data = scale_up.cut(text.ids, text.test_ids, len(text.vocab), TINY.samples)
+    losses = {
+        method: scale_up.train(scale_up.Case(1e-3, 0, scale_up.MICRO, method, 256, 1), data)
+        for method in ("tuned", "adam, √", "exponential", "linear", "long_momentum", "power 0.5, grown in")
+    }
+    assert max(losses.values()) - min(losses.values()) < 1e-4
+    far = scale_up.train(scale_up.Case(1e-3, 0, 4 * scale_up.MICRO, "adam, unchanged", 256, 1), data)
+    assert far > losses["tuned"] + 0.01
+
+
+def test_growing_in_cuts_the_first_batches(text):
+    data = scale_up.cut(text.ids, text.test_ids, len(text.vocab), TINY.samples)
+    losses = [
+        scale_up.train(scale_up.Case(1e-3, 0, 64, method, 256, 1), data)
+        for method in ("tuned", "exponential", "exponential, grown in")
+    ]
+    assert losses[1] == losses[0] != losses[2]  # one rule, and another first update
+
+
+def test_runs_are_kept_and_the_table_is_made_of_them(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(scale_up, "METHODS", ("exponential", "adam, √"))
+    monkeypatch.setattr(scale_up, "FACTORS", (4,))
+    out, told = tmp_path / "out.json", []
+    result = scale_up.measure(TINY, out, text, "made by a test", told.append)
+    assert [row["method"] for row in result["rows"]] == ["tuned", "exponential", "adam, √"]
+    tuned, ours, adam = (row["loss"] for row in result["rows"])
+    assert list(scale_up.table(result)) == [
+        ["", "0.001, B = 64"],
+        ["exponential", f"{ours - tuned:+.3f}"],
+        ["adam, √", f"{adam - tuned:+.3f}"],
+    ]
+    monkeypatch.setattr(scale_up, "train", None)  # nothing is trained again
+    assert scale_up.measure(TINY, out, text, "made by a test", told.append) == result
+    assert len(told) == 6
+
+
+def test_the_command_prints_what_the_file_holds(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(scale_up, "PRESETS", {"smoke": TINY})
+    monkeypatch.setattr(scale_up, "METHODS", ("adam, √",))
+    monkeypatch.setattr(scale_up, "FACTORS", (4,))
+    out = tmp_path / "out.json"
+    threads = torch.get_num_threads()
+    arguments = ["scale-up", "--data", str(tmp_path / "text.txt"), "--out", str(out)]
+    shown = CliRunner().invoke(app, [*arguments, "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout) == json.loads(out.read_text(encoding="utf-8"))
+    assert torch.get_num_threads() == threads
+    short = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "x.json"), "--data", str(tmp_path / "none")])
+    assert short.exit_code == 2
