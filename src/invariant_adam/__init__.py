@@ -11,6 +11,7 @@ if torch.__version__ < "2.11":  # torch compares them as versions
     )
 
 from . import reference, scaling
+from .diagnostics import invariance_check
 from .fold.checks import FirstUpdateWarning
 from .graphs import capture
 from .growth import BatchGrowth
@@ -34,6 +35,7 @@ __all__ = [
     "capture",
     "distributed",
     "explain",
+    "invariance_check",
     "one_pass",
     "reference",
     "scaling",

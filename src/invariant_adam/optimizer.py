@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .diagnostics import NoiseScale, noise_scale
 from .fold import checks, guards, pair, scalars
 from .fold.launcher import Step
 from .fold.moments import Moments, NonFinite
 from .fold.queue import FoldQueue
+from .noise import NoiseScale, noise_scale
 from .scaling import INVARIANT, RULES, check_decay, check_hyperparameters, check_keep
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -185,9 +185,9 @@ class InvariantAdam(Optimizer):
         """Gradient elements left out of the moments so far because they were not finite (waits for the device)."""
         return self.queue.nonfinite.total
 
-    def noise_scale(self) -> NoiseScale:
-        """Estimate the gradient's signal and noise from the moments; see `invariant_adam.diagnostics`."""
-        return noise_scale(self)
+    def noise_scale(self, smooth: int = 1) -> NoiseScale:
+        """Estimate the gradient's signal and noise from the moments, over `smooth` calls; see `noise.noise_scale`."""
+        return noise_scale(self, smooth)
 
     def expect(self, kappa: float) -> None:
         """Declare how many micro-batches the coming update has; without it, as many as the update before.

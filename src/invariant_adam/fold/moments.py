@@ -36,6 +36,7 @@ class Moments:
         self.dtype = dtype
         self.groups: list[dict[str, Any]] = []  # torch's param_groups
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)  # torch's state
+        self.readings: list[Any] = []  # of the noise scale
         self._index: dict[Tensor, int] = {}
 
     def params(self) -> Iterator[Tensor]:
@@ -113,6 +114,7 @@ class Moments:
         torch casts moments to the dtype of their parameter, bfloat16 perhaps: they are taken again. Adam's have no
         counters yet: its bias correction β^t goes on from the checkpoint's own betas.
         """
+        self.readings.clear()
         ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
         for i, p in zip(ids, self.params(), strict=True):
             found = saved["state"].get(i)
