@@ -14,16 +14,14 @@ release, those inside operators too. Neither sees the scratch memory that a libr
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..record import Rows
+from .allocated import growth, size_of
 from .one_pass import Case, CaseStep, Job, Tell, failure, title
 
 __all__ = ["HEAD", "cells", "measure", "title"]
@@ -37,41 +35,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         return found
     sizes = (row["held_bytes"], row["peak_bytes"], row["peak_bytes"] - row["bare_bytes"])
     return (*found, f"{row['tensors']:.2f}", *(f"{size / 2**20:,.1f}" for size in sizes))
-
-
-class Growth(NamedTuple):
-    """Bytes beyond those at the start: after the first part of the work, and at the worst moment of all of it."""
-
-    between: int
-    peak: int
-
-
-def growth(first: Callable[[], object], second: Callable[[], object], device: torch.device) -> Growth:
-    """Run `first` and `second` and count the memory that torch allocates meanwhile."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        start = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        first()
-        between = torch.cuda.memory_allocated(device)
-        second()
-        return Growth(between - start, torch.cuda.max_memory_allocated(device) - start)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler greets on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
-        first()
-        with record_function("invariant_adam.second"):
-            second()
-    results = seen.profiler.kineto_results
-    events = sorted(results.events(), key=lambda event: event.start_ns())
-    now = between = peak = 0
-    for event in events:
-        if event.name() == "invariant_adam.second":
-            between = now
-        elif event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return Growth(between, peak)
 
 
 def measure(todo: list[Job], rows: Rows, *, tell: Tell) -> Iterator[dict[str, Any]]:
@@ -98,7 +61,7 @@ def _of(case: Case, method: str) -> dict[str, Any]:
         update()
     params = list(update.model.parameters())
     state = [t for values in update.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
-    weights, kept, rest = _bytes(params), _bytes(state), _bytes([*update.model.buffers(), update.x, update.y])
+    weights, kept, rest = size_of(params), size_of(state), size_of([*update.model.buffers(), *update.batch])
     grown = growth(update.gather, update.step, device)
     held = kept + grown.between
     return {
@@ -125,10 +88,4 @@ def _bare(case: Case, looped: bool) -> int:
     for _ in range(2):
         update.gather()
     grown = growth(update.gather, lambda: None, torch.device(case.device))
-    return _bytes([*params, *update.model.buffers(), update.x, update.y]) + grown.peak
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    """The size of the memory behind tensors, shared memory once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    return size_of([*params, *update.model.buffers(), *update.batch]) + grown.peak

@@ -24,15 +24,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import invariant_adam as ia
 
-from ..models import GPT, MODELS, ResNet, build
 from ..record import Rows
-from . import timing
+from . import subjects, timing, where
+from .allocated import growth, size_of
 
 METHODS = ("plain", "accumulate", "loop", "one-pass", "into")
 # Samples in the mini-batch and in a micro-batch, where nothing else is asked for.
@@ -46,6 +45,7 @@ SIZES = {
     "resnet18-224": (256, 8),
     "resnet50": (256, 8),
 }
+THEIR_SIZES = (32, 4)  # of a model that is not the lab's
 # What is measured when no model is named: the ones that suit the device.
 USUAL = {"cuda": ["gpt2-124m", "gpt2-350m", "vit-b16", "resnet18", "resnet50"], "cpu": ["gpt-char"]}
 LOOPS = ("accumulate", "loop")
@@ -58,8 +58,8 @@ class Case:
     """One model at one batch size, one micro-batch size, one precision.
 
     Args:
-        model: its name in `models.MODELS`.
-        options: options of `models.build` that differ from the name's.
+        model: its name; see `subjects`.
+        options: options of the model that differ from the name's.
         batch: B, samples in the mini-batch.
         micro_batch: M, samples in a micro-batch; it divides `batch`.
         device: "cuda" or "cpu".
@@ -110,16 +110,8 @@ def cases(
     if graph and device != "cuda":
         raise ValueError(f"--graph captures updates in CUDA graphs, which --device {device} has not; leave it out")
     for model in models:
-        if model not in MODELS:
-            raise ValueError(f"no --model is named {model!r}; there are {', '.join(MODELS)}")
-        try:
-            with torch.device("meta"):
-                build(model, **(options or {}))
-        except TypeError as error:
-            raise ValueError(f"--set does not suit --model {model}: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"--set: {error}") from error
-        usual = SIZES[model]
+        subjects.check(model, options or {})
+        usual = SIZES.get(model, THEIR_SIZES)
         samples = batch or usual[0]
         for size in micro_batches or [math.gcd(usual[1], samples)]:
             if samples % size:
@@ -139,18 +131,6 @@ def check_methods(methods: list[str]) -> list[str]:
     return methods
 
 
-class Training(nn.Module):
-    """A model with its loss, so that a compiled graph holds both."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss over samples x with targets y."""
-        return F.cross_entropy(self.model(x).flatten(0, -2).float(), y.flatten())
-
-
 class CaseStep:
     """A case by one method: a model, its optimizer and random data; each call is one update.
 
@@ -162,19 +142,7 @@ class CaseStep:
         self.replay: Callable[[], Tensor] | None = None
         torch.manual_seed(0)
         device = torch.device(case.device)
-        with device:
-            self.model = build(case.model, **case.options)
-            if isinstance(self.model, GPT):
-                shape: tuple[int, ...] = (case.batch, self.model.context)
-                self.x, self.y = torch.randint(self.model.vocab, shape), torch.randint(self.model.vocab, shape)
-            else:
-                side = int(self.model.image)  # type: ignore[arg-type]
-                self.x = torch.randn(case.batch, 3, side, side)
-                self.y = torch.randint(int(self.model.classes), (case.batch,))  # type: ignore[arg-type]
-        if isinstance(self.model, ResNet):
-            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            self.x = self.x.contiguous(memory_format=torch.channels_last)
-        self.run: Any = Training(self.model)
+        self.model, self.run, self.batch = self._subject(device)
         if case.compiled:  # the loop and the first check have batch sizes, and so graphs, of their own
             self.run = torch.compile(self.run, dynamic=False)
         self.optimizer: torch.optim.Optimizer
@@ -186,11 +154,14 @@ class CaseStep:
                 self.model.parameters(), lr=1e-4, weight_decay=0.01, micro_batch_size=case.micro_batch
             )
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss over samples x with targets y."""
+    def _subject(self, device: torch.device) -> tuple[Any, Any, tuple[Tensor, ...]]:
+        return subjects.make(self.case.model, self.case.options, self.case.batch, device)
+
+    def loss(self, *batch: Tensor) -> Tensor:
+        """Return the mean loss over the samples of a batch."""
         reduced = self.case.precision == "bfloat16"
         with torch.autocast(self.case.device, torch.bfloat16) if reduced else nullcontext():
-            loss: Tensor = self.run(x, y)
+            loss: Tensor = self.run(*batch)
         return loss
 
     def gather(self) -> Tensor:
@@ -198,14 +169,14 @@ class CaseStep:
         M = self.case.micro_batch
         if self.method in LOOPS:
             kappa = self.case.batch // M if self.method == "accumulate" else 1
-            for x, y in zip(self.x.split(M), self.y.split(M), strict=True):
-                loss = self.loss(x, y) / kappa
+            for batch in zip(*(x.split(M) for x in self.batch), strict=True):
+                loss = self.loss(*batch) / kappa
                 loss.backward()
             return loss
         into: dict[str, Any] = {"into": self.optimizer} if self.method == "into" else {}
         once = self.method in ("one-pass", "into")
         with ia.one_pass(self.run, micro_batch_size=M, **into) if once else nullcontext():
-            loss = self.loss(self.x, self.y)
+            loss = self.loss(*self.batch)
             loss.backward()
         return loss
 
@@ -213,6 +184,12 @@ class CaseStep:
         """Move the weights."""
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def peak_bytes(self) -> int:
+        """Make one update on the CPU, and return the bytes alive at its worst moment."""
+        state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
+        alive = size_of([*self.model.parameters(), *self.model.buffers(), *self.batch, *state])
+        return alive + growth(self, lambda: None, torch.device(self.case.device)).peak
 
     def __call__(self) -> Tensor:
         """Make one update and return the last loss."""
@@ -243,30 +220,43 @@ class _Ready:
         before = torch.cuda.memory_allocated(device) if gpu else 0
         start = time.perf_counter()
         self.update = CaseStep(case, method)
+        if gpu:
+            torch.cuda.reset_peak_memory_stats(device)
         loss = float(self.update().detach())  # waits for the device
         self.first_s = time.perf_counter() - start
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss is {loss} after one update")
+        self.first_gib: float | None = None
+        self.peak_gib: float | None = None
         if gpu:
+            self.first_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
             torch.cuda.empty_cache()  # what the first check took: other commands may be getting ready here
         self.update()
-        self.peak_gib: float | None = None
         if gpu and not case.graph:  # a replay allocates nothing; the capture did
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             self.update()
             self.peak_gib = (torch.cuda.max_memory_allocated(device) - before) / 2**30
+        if not gpu:  # seen by the profiler, which would be part of the first seconds: so by another model
+            another = CaseStep(case, method)
+            self.first_gib, self.peak_gib = (another.peak_bytes() / 2**30 for _ in range(2))
 
 
-def model_flops(case: Case) -> int:
+def model_flops(case: Case) -> int | None:
     """Return the floating-point operations of the products in one update: forward and backward over the mini-batch."""
     small = replace(case, batch=2, micro_batch=2, device="meta", precision="float32", compiled=False, graph=False)
-    with FlopCounterMode(display=False) as counter:
-        CaseStep(small, "plain").gather()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            CaseStep(small, "plain").gather()
+    except Exception:
+        if subjects.is_theirs(case.model):  # a forward that looks at values, which a meta tensor has not
+            return None
+        raise
     return int(counter.get_total_flops()) * case.batch // 2
 
 
-HEAD = ("method", "M", "ms", "× plain", "TFLOP/s", "of a GEMM", "peak GiB", "first s")
+# "1st": of the first update, which checks the model; the others are of updates after it.
+HEAD = ("method", "M", "ms", "× plain", "TFLOP/s", "peak GiB", "1st GiB", "1st s")
 
 
 def title(row: dict[str, Any]) -> str:
@@ -284,8 +274,8 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         _number(row, "ms", ".2f"),
         _number(row, "ratio", ".3f"),
         _number(row, "tflops", ".3g"),
-        _number(row, "of_gemm", ".0%"),
-        _number(row, "peak_gib", ".1f"),
+        _number(row, "peak_gib", ".3g"),
+        _number(row, "first_gib", ".3g"),
         _number(row, "first_s", ".1f"),
     )
 
@@ -407,7 +397,7 @@ def _against(
         round_ms=300.0 if device.type == "cuda" else 0.0,
     )
     own, base = taken[method], taken["plain"]
-    tflops = model_flops(case) / own.ms / 1e9
+    flops = model_flops(case)
     measured = {
         "parameters": sum(p.numel() for p in plain.update.model.parameters()),
         "ms": round(own.ms, 3),
@@ -417,13 +407,30 @@ def _against(
         "rounds": own.rounds,
         "updates_per_round": own.calls,
         "first_s": round(ready.first_s, 1),
-        "tflops": float(f"{tflops:.4g}"),
-        "gemm_tflops": float(f"{ceilings.gemm_tflops:.4g}"),
-        "of_gemm": round(tflops / ceilings.gemm_tflops, 4),
     }
+    if flops is not None:
+        tflops = flops / own.ms / 1e9
+        measured |= {
+            "tflops": float(f"{tflops:.4g}"),
+            "gemm_tflops": float(f"{ceilings.gemm_tflops:.4g}"),
+            "of_gemm": round(tflops / ceilings.gemm_tflops, 4),
+        }
     if ready.peak_gib is not None and plain.peak_gib is not None:
-        measured |= {"peak_gib": round(ready.peak_gib, 3), "plain_peak_gib": round(plain.peak_gib, 3)}
+        measured |= {"peak_gib": round(ready.peak_gib, 4), "plain_peak_gib": round(plain.peak_gib, 4)}
+    if ready.first_gib is not None and plain.first_gib is not None:
+        measured |= {"first_gib": round(ready.first_gib, 4), "plain_first_gib": round(plain.first_gib, 4)}
+    if method not in LOOPS and not case.graph:
+        measured["where"] = where.look(ready.update, device, own.ms)
     return measured
+
+
+def remarks(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Say what limits each method of a table, with the operations that take longer than in a plain pass."""
+    plain = next((row for row in rows if row["method"] == "plain" and "where" in row), None)
+    for row in rows:
+        if "where" in row:
+            own = plain is not None and row is not plain
+            yield where.verdict(row), where.differences(plain, row) if own and plain else []
 
 
 def failure(error: Exception) -> dict[str, Any]:

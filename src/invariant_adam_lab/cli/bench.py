@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory on this machine.")
 Out = Annotated[Path | None, typer.Option(help="Where the rows go; those it has already are not measured again.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each is timed; the median counts.")]
-Models = Annotated[list[str] | None, typer.Option("--model", help="A model's name; may be repeated.")]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="A name below, timm:NAME, hf:TYPE or MODULE:FUNCTION; may be repeated."),
+]
 Batch = Annotated[int | None, typer.Option(min=1, help="Samples in the mini-batch; by default the model's own.")]
 MicroBatches = Annotated[
     list[int] | None, typer.Option("--micro-batch", min=1, help="Samples in a micro-batch; may be repeated.")
@@ -65,7 +68,14 @@ def bench_one_pass(
 
     Models: gpt2-124m, gpt2-350m, gpt-char, vit-b16, vit-cifar, resnet18 (for 32×32), resnet18-224, resnet50.
 
-    Example: [cyan]invariant-adam bench one-pass --model gpt2-124m --micro-batch 1 --micro-batch 4 --compile[/cyan]
+    Yours: timm:convnext_tiny, a model of timm. hf:gpt2, the default config of a model_type of transformers; change it
+    as in hf:gpt2?n_layer=2&tokens=64. MODULE:FUNCTION, a function of your own, which returns (model, make_batch), where
+    make_batch(samples) is a tuple or dict of tensors and model(batch) the mean loss or an output with .loss; or (model,
+    loss_fn, (x, y)), where loss_fn(model(x), y) is the mean loss. Weights are random; nothing is downloaded.
+
+    Below the table stands what limits each method, and which operations take longer than in a plain pass.
+
+    Example: [cyan]invariant-adam bench one-pass --model timm:convnext_tiny --batch 128 --micro-batch 8[/cyan]
     """
     from ..bench import one_pass as bench
     from ..bench.timing import Turn
@@ -255,18 +265,24 @@ def _cases(
     graph: bool = False,
 ) -> list[Case]:
     from ..bench.one_pass import USUAL, cases
+    from ..bench.subjects import parse
 
     gpu = device == "cuda"
-    return cases(
-        models or USUAL[device],
-        batch=batch,
-        micro_batches=micro_batches,
-        device=device,
-        precision=precision_of(precision, device),
-        compiled=gpu if compiled is None else compiled,
-        options=dict(_option(text) for text in options or ()),
-        graph=graph,
-    )
+    common = dict(_option(text) for text in options or ())
+    found = []
+    for name in models or USUAL[device]:
+        model, own = parse(name)
+        found += cases(
+            [model],
+            batch=batch,
+            micro_batches=micro_batches,
+            device=device,
+            precision=precision_of(precision, device),
+            compiled=gpu if compiled is None else compiled,
+            options={**common, **dict(_option(f"{key}={value}") for key, value in own.items())},
+            graph=graph,
+        )
+    return found
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -280,6 +296,21 @@ def _option(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+def _explain(bench: ModuleType, rows: list[dict[str, Any]]) -> None:
+    """Print what limits each row, where the benchmark knows."""
+    if not hasattr(bench, "remarks"):
+        return
+    for text, operations in bench.remarks(rows):
+        stdout.print(text, markup=False)
+        if operations:
+            table = new_table()
+            for i, head in enumerate(bench.where.HEAD):
+                table.add_column(head, justify="right" if i else "left", no_wrap=True)
+            for cells in operations:
+                table.add_row(*cells)
+            stdout.print(table)
 
 
 def _rows(out: Path | None, command: str, device: str, benchmark: str) -> Rows:
@@ -317,7 +348,8 @@ def _bench(
     else:
         stdout.print(f"[bold]{rows.head['benchmark']}[/bold], {rows.head['device']}", soft_wrap=True)
         for name in dict.fromkeys(map(bench.title, rows.rows)):
-            table = new_table(name)
+            stdout.print(name, style="italic", markup=False, soft_wrap=True)
+            table = new_table()
             for i, head in enumerate(bench.HEAD):
                 table.add_column(head, justify="right" if i else "left", no_wrap=True)
             group = [row for row in rows.rows if bench.title(row) == name]
@@ -326,5 +358,6 @@ def _bench(
             stdout.print(table)
             for row in (row for row in group if "error" in row):
                 stdout.print(f"{row['method']}: {row['error']}", markup=False, soft_wrap=True)
+            _explain(bench, group)
         stdout.print(f"{len(rows.new)} measured, {kept} found; wrote {rows.path}", markup=False, soft_wrap=True)
     raise typer.Exit(1 if failed else 0)

@@ -1,0 +1,84 @@
+"""Where the time of an update goes: kernels, operations and the host, by torch's profiler."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+HEAD = ("operation", "plain ms", "own ms", "more ms")
+_FEW = 6  # operations that are shown
+_TIMES = 3  # updates in a profile
+
+
+def look(update: Callable[[], Any], device: torch.device, ms: float) -> dict[str, Any]:
+    """Return where the milliseconds of one update go.
+
+    Args:
+        update: makes one update; it has run before.
+        device: where it runs.
+        ms: its time without the profiler, which slows the host down: on a CPU the parts are scaled to it.
+
+    On a GPU `kernels_ms` is what the device computes, and `host_ms` is when the host has launched all of it; the larger
+    one limits the update. On a CPU `operations_ms` is torch's operators, and `host_ms` everything else: Python,
+    autograd, the optimizer.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler greets on stderr
+    gpu = device.type == "cuda"
+    found: dict[str, Any] = {}
+    if gpu:
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        update()
+        found["host_ms"] = 1e3 * (time.perf_counter() - start)
+        torch.cuda.synchronize(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with profile(activities=activities, acc_events=True) as seen:
+        start = time.perf_counter()
+        for _ in range(_TIMES):
+            update()
+        if gpu:
+            torch.cuda.synchronize(device)
+        profiled = 1e3 * (time.perf_counter() - start)
+    unit = 1e-3 / _TIMES if gpu else 1e-3 * ms / profiled
+    spent: dict[str, float] = {}
+    for event in seen.key_averages():
+        own = event.self_device_time_total if gpu else event.self_cpu_time_total
+        # On a GPU a kernel stands under its own name and under that of the operator that launched it: taken once.
+        if own > 0 and (not gpu or event.device_type == DeviceType.CUDA):
+            spent[event.key[:80]] = own * unit
+    if gpu:
+        found["kernels_ms"] = sum(spent.values())
+    else:  # the time that a Function has to itself is Python's
+        found["operations_ms"] = sum(own for name, own in spent.items() if name.startswith(("aten::", "mkldnn::")))
+        found["host_ms"] = max(0.0, ms - found["operations_ms"])
+    top = sorted(spent.items(), key=lambda item: -item[1])[:40]
+    found["operations"] = {name: round(own, 3) for name, own in top}
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Say what limits the update of a row."""
+    found = row["where"]
+    kind = "kernels" if "kernels_ms" in found else "operations"
+    work, host = found[f"{kind}_ms"], found["host_ms"]
+    limit = "the host: Python, autograd and the optimizer" if host > work else f"its {kind}"
+    where = "" if kind == "kernels" else " on a CPU"
+    return f"{row['method']}{where}: {kind} {work:.2f} ms, host {host:.2f} ms; limited by {limit}"
+
+
+def differences(plain: dict[str, Any], own: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return what takes longer in `own` than in `plain`, the largest first, as it is printed under `HEAD`."""
+    before, after = plain["where"]["operations"], own["where"]["operations"]
+    more = {name: ms - before.get(name, 0.0) for name, ms in after.items()}
+    top = sorted(more, key=lambda name: -more[name])[:_FEW]
+    return [
+        (name[:36], f"{before.get(name, 0.0):.2f}", f"{after[name]:.2f}", f"{more[name]:+.2f}")
+        for name in top
+        if more[name] > 0.005
+    ]
