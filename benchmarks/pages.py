@@ -142,9 +142,15 @@ def gpu_rows():
 def speed_line():
     """The time of one pass over a plain step, in a sentence."""
     for _, result, rows in measured("one_pass_h200"):
-        times = {what(row): row["ratio"] for row in rows if row["method"] == "into"}
-        said = "; ".join(f"{ratio:.2f} times on {label}" for label, ratio in times.items())
-        yield from prose(f"One pass over a plain step of fused AdamW ({result['device']}, bfloat16) takes {said}.")
+        said = [
+            f"{row['ratio']:.2f} ({what(row)})"
+            for row in rows
+            if row["method"] == "into" and row["model"] in ("gpt2-124m", "vit-b16", "resnet18")
+        ]
+        yield from prose(
+            f"The time of an update in one pass over that of fused AdamW, on an {result['device']}: {', '.join(said)}. "
+            "[Speed](docs/speed.md) says why small images are slow, and has more."
+        )
 
 
 def training_rows():
@@ -480,24 +486,24 @@ def transfer_rows():
     yield from source("trainer_transfer", result | {"torch": f"{result['torch']}, {versions(result['rows'])}"})
 
 
-def transfer_line():
-    """How far the batch size transfers in a trainer, in a sentence: at a small learning rate and at the best one."""
+def transfer_lines():
+    """How far the batch size transfers in a trainer: at a small learning rate and at the best one."""
     from trainer_transfer import PARTS, by_method
 
     rows = load("trainer_transfer")["rows"]
     best, _, small = (by_method(rows, part) for part in PARTS)
-    said = []
-    for lr, _, by in (small, best):
-        first, *_, last = by["invariant"]
-        start, ours, plain, root = by["invariant"][first][-1], *(runs[last][-1] for runs in by.values())
-        said.append(
-            f"{lr:.0e}".replace("e-0", "e-") + f", the held-out loss of {start:.2f} becomes {ours:.2f}, with AdamW "
-            f"{plain:.2f}, and {root:.2f} by the square-root rule"
-        )
+    first, *_, last = small[2]["invariant"]
     yield from prose(
-        f"A small Llama in Hugging Face's Trainer, tuned at {first} samples per update and run at {last}, nothing "
-        f"tuned again: at the small learning rate {said[0]}. At the best one for AdamW, {said[1]}."
+        f"A small Llama in Hugging Face's Trainer, tuned at {first} samples per update and run at {last}, nothing tuned "
+        "again. Held-out losses:"
     )
+    yield ""
+    yield f"| learning rate | B = {first} | B = {last}, invariant Adam | AdamW | AdamW, lr ∝ √B |"
+    yield "|---|---|---|---|---|"
+    for name, (lr, _, by) in (("small", small), ("the best for AdamW", best)):
+        ends = [by["invariant"][first][-1], *(runs[last][-1] for runs in by.values())]
+        rate = f"{lr:.0e}".replace("e-0", "e-")
+        yield f"| {rate}, {name} | " + " | ".join(f"{loss:.2f}" for loss in ends) + " |"
 
 
 def versions(rows):
@@ -507,8 +513,8 @@ def versions(rows):
 
 
 PAGES = {
-    "README.md": {"headline": headline_rows, "transfer": transfer_line, "speed": speed_line},
-    "docs/when_not.md": {"transfer": transfer_line},
+    "README.md": {"headline": headline_rows, "transfer": transfer_lines, "speed": speed_line},
+    "docs/when_not.md": {"transfer": transfer_lines},
     "docs/trainers.md": {"transfer": transfer_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},

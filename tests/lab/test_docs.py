@@ -73,6 +73,9 @@ def test_the_claims_of_the_trainers_page_hold_in_the_results(monkeypatch):
         assert all(loss(rival, size) < loss(ours, size) for size in (16, 32, 128))
     assert f"{loss(plain, 128):.2f} against {loss(ours, 128):.2f} at B = 128" in page
     assert loss(plain, 128) == min(loss(runs, 128) for by in (best, tenth, thirtieth) for runs in by.values())
+    other = " ".join((ROOT / "docs" / "when_not.md").read_text(encoding="utf-8").split())
+    assert f"it ends at {loss(ours, 16):.2f}, AdamW left alone at {loss(plain, 16):.2f}" in other
+    assert f"at 8 times it is {loss(ours, 32):.2f} against {loss(plain, 32):.2f}" in other
     lowest = loss(ours, 4)
     ours, plain, root = tenth.values()
     said = "the spread at the end is {}, that of AdamW {}, under √B {}."
