@@ -494,8 +494,8 @@ def transfer_lines():
     best, _, small = (by_method(rows, part) for part in PARTS)
     first, *_, last = small[2]["invariant"]
     yield from prose(
-        f"A small Llama in Hugging Face's Trainer, tuned at {first} samples per update and run at {last}, nothing tuned "
-        "again. Held-out losses:"
+        f"A small Llama in Hugging Face's Trainer, tuned at {first} samples per update and run at {last}, nothing "
+        "tuned again. Held-out losses:"
     )
     yield ""
     yield f"| learning rate | B = {first} | B = {last}, invariant Adam | AdamW | AdamW, lr ∝ √B |"
