@@ -3,7 +3,7 @@
 The lab imports the library; the library never imports the lab.
 
     cli/        the commands: arguments in, tables out; the work is done below
-    verify, plan, demo (with demo_report)       the commands `verify`, `scale` and `demo`
+    verify, planner, demo (with demo_report)     the commands `verify`, `scale` and `demo`
     training/   one run of an experiment:       data -> source (with augment) -> updates -> train
     grids/      many runs, a file for each:     grid -> workers (with cost) -> store
     results/    what the runs show:             curves -> measures -> figures (with style), page

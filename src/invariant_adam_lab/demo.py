@@ -3,7 +3,10 @@
 Invariant Adam (learning rate ∝ B) beside standard Adam (learning rate ∝ √B, or ∝ B if asked), from the same weights, on
 the same samples in the same order. Both are tuned at the smallest batch size, which is also the micro-batch. There an
 update is one micro-batch: the two optimizers are the same algorithm and share one curve. Only a larger batch tells them
-apart.
+apart. Invariant Adam grows in (`BatchGrowth`): its first mini-batches are cut into smaller updates.
+
+The order floor is a yardstick beside them: how far runs at B = M lie apart when only the order of the micro-batches
+inside each block of B_max samples changes.
 
 The images are the 1,797 handwritten digits (8×8) of the test part of "Optical Recognition of Handwritten Digits" by
 E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0.
@@ -16,6 +19,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from invariant_adam.optimizer import InvariantAdam
+from invariant_adam import BatchGrowth, InvariantAdam, one_pass
 from invariant_adam.scaling import Hyperparameters, scale
 
 from . import record
@@ -34,6 +38,7 @@ OPTIMIZERS = ("standard", "invariant")
 TRAIN = 1536  # images; the other 261 are held out
 BETAS_AT_LARGEST = (0.9, 0.999)  # as in the paper: γ ∝ B, with the usual betas at the largest batch size
 DIVERGED = 1e3  # a training loss far above that of guessing, log 10: the run diverged
+ORDERS = (0, 1, 2)  # of the micro-batches inside a block, for the order floor; 0: as they come
 STANDARD_RULES = ("square_root", "linear")  # how users of standard Adam scale its learning rate
 
 
@@ -45,6 +50,7 @@ class Settings(NamedTuple):
     epochs: int = 20
     seed: int = 0
     standard_rule: str = "square_root"
+    grow: bool = True  # whether invariant Adam grows in
 
     @property
     def micro_batch(self) -> int:
@@ -82,6 +88,7 @@ class DemoRun(NamedTuple):
     losses: list[float]  # mean cross-entropy over the whole training set, after each epoch
     accuracy: float  # on the held-out images, after the last epoch
     seconds: float
+    order: int = 0  # one of ORDERS
 
 
 class DivergedError(RuntimeError):
@@ -159,36 +166,21 @@ def build_model(seed: int) -> nn.Module:
 
 
 def train(
-    settings: Settings, optimizer: str, batch: int, data: Digits, on_epoch: Callable[[], None] = lambda: None
+    settings: Settings,
+    optimizer: str,
+    batch: int,
+    data: Digits,
+    on_epoch: Callable[[], None] = lambda: None,
+    order: int = 0,
 ) -> DemoRun:
     """Train one model at one batch size; `on_epoch` is called after each epoch."""
     began = time.perf_counter()
     model = build_model(settings.seed)
-    tuned = settings.tuned
-    opt: torch.optim.Optimizer
-    if optimizer == "invariant":
-        # It is told once where it was tuned, and counts the micro-batches of each update itself.
-        opt = InvariantAdam(
-            model.parameters(),
-            tuned.lr,
-            tuned.betas,
-            micro_batch_size=settings.micro_batch,
-            tuned_batch_size=settings.micro_batch,
-            rule=settings.rules[optimizer],
-        )
-        piece = settings.micro_batch
-    else:
-        h = settings.at(optimizer, batch)
-        opt = torch.optim.AdamW(model.parameters(), h.lr, h.betas, weight_decay=0.0)
-        piece = batch
+    update = (_invariant if optimizer == "invariant" else _standard)(settings, model, batch, data)
     losses = []
     for epoch in range(settings.epochs):
-        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(1_000_003 * settings.seed + epoch))
-        for update in order[: settings.samples_per_epoch].split(batch):
-            for rows in update.split(piece):
-                F.cross_entropy(model(data.x[rows]), data.y[rows]).backward()
-            opt.step()
-            opt.zero_grad()
+        for rows in samples(settings, epoch, order).split(batch):
+            update(rows)
         with torch.no_grad():
             losses.append(F.cross_entropy(model(data.x), data.y).item())
         if not 0 < losses[-1] < DIVERGED:  # its logarithm is what the spread is made of
@@ -199,7 +191,53 @@ def train(
         on_epoch()
     with torch.no_grad():
         accuracy = (model(data.held_out_x).argmax(1) == data.held_out_y).double().mean().item()
-    return DemoRun(optimizer, batch, losses, accuracy, time.perf_counter() - began)
+    return DemoRun(optimizer, batch, losses, accuracy, time.perf_counter() - began, order)
+
+
+def _standard(settings: Settings, model: nn.Module, batch: int, data: Digits) -> Callable[[Tensor], None]:
+    h = settings.at("standard", batch)
+    opt = torch.optim.AdamW(model.parameters(), h.lr, h.betas, weight_decay=0.0)
+
+    def update(rows: Tensor) -> None:
+        F.cross_entropy(model(data.x[rows]), data.y[rows]).backward()
+        opt.step()
+        opt.zero_grad()
+
+    return update
+
+
+def _invariant(settings: Settings, model: nn.Module, batch: int, data: Digits) -> Callable[[Tensor], None]:
+    """It is told once where it was tuned: the batch size is nowhere in here."""
+    M, h = settings.micro_batch, settings.tuned
+    opt = InvariantAdam(
+        model.parameters(), h.lr, h.betas, micro_batch_size=M, tuned_batch_size=M, rule=settings.rules["invariant"]
+    )
+    growth = BatchGrowth(opt, 0.1 if settings.grow else math.inf)
+
+    def update(rows: Tensor) -> None:
+        for part in growth.split(rows):
+            with one_pass(model, M, into=opt) if len(part) > M else nullcontext():  # one micro-batch needs no help
+                F.cross_entropy(model(data.x[part]), data.y[part]).backward()
+            opt.step()
+
+    return update
+
+
+def samples(settings: Settings, epoch: int, order: int = 0) -> Tensor:
+    """Return the samples of an epoch; another order changes only where micro-batches stand in their block of B_max.
+
+    >>> s = Settings(batch_sizes=(8, 32))
+    >>> usual, other = samples(s, 0), samples(s, 0, order=1)
+    >>> torch.equal(usual, other), torch.equal(usual[:32].sort().values, other[:32].sort().values)
+    (False, True)
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * settings.seed + epoch)
+    found = torch.randperm(TRAIN, generator=generator)[: settings.samples_per_epoch]
+    if not order:
+        return found
+    blocks = found.view(-1, settings.batch_sizes[-1] // settings.micro_batch, settings.micro_batch)
+    generator.manual_seed((1_000_003 * settings.seed + epoch) * 101 + order)
+    return torch.cat([block[torch.randperm(len(block), generator=generator)] for block in blocks]).flatten()
 
 
 class Progress(Protocol):
@@ -218,32 +256,46 @@ class Progress(Protocol):
 def demo(settings: Settings, out: Path, progress: Progress) -> dict[str, Any]:
     """Train every batch size with both optimizers and return the result; finished runs are kept under `out`."""
     settings = check(settings)
-    jobs = [(optimizer, batch) for optimizer in OPTIMIZERS for batch in settings.batch_sizes]
+    jobs = all_jobs(settings)
     runs = {job: _load(settings, job, out) for job in jobs}
 
-    def work(optimizer: str, batch: int) -> int:  # backward passes per epoch, which its time grows with
-        return settings.samples_per_epoch // (settings.micro_batch if optimizer == "invariant" else batch)
+    def work(optimizer: str, batch: int, order: int) -> int:  # about the milliseconds of an epoch
+        updates = settings.samples_per_epoch // batch
+        return updates * (4 + batch // settings.micro_batch if optimizer == "invariant" else 4)
 
     progress.begin(sum(work(*job) * settings.epochs for job in jobs if runs[job] is None))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # layers this small are faster on one thread
     try:
         data = load_digits()
-        for optimizer, batch in jobs:
-            run, kept = runs[optimizer, batch], True
+        for job in jobs:
+            run, kept = runs[job], True
             if run is None:
-                step = work(optimizer, batch)
+                optimizer, batch, order = job
 
-                def on_epoch(optimizer: str = optimizer, batch: int = batch, step: int = step) -> None:
+                def on_epoch(optimizer: str = optimizer, batch: int = batch, step: int = work(*job)) -> None:
                     progress.advance(optimizer, batch, step)
 
-                run, kept = train(settings, optimizer, batch, data, on_epoch), False
-                record.write_json(_path(settings, (optimizer, batch), out), run._asdict())
-                runs[optimizer, batch] = run
+                run, kept = train(settings, optimizer, batch, data, on_epoch, order), False
+                record.write_json(_path(settings, job, out), run._asdict())
+                runs[job] = run
             progress.finish(run, kept)
     finally:
         torch.set_num_threads(threads)
     return summarise(settings, [run for run in runs.values() if run is not None])
+
+
+Job = tuple[str, int, int]  # optimizer, batch size, order
+
+
+def all_jobs(settings: Settings) -> list[Job]:
+    """Return the runs of a demo: every batch size by both optimizers, then B = M in other orders.
+
+    >>> len(all_jobs(Settings()))
+    12
+    """
+    jobs = [(optimizer, batch, 0) for optimizer in OPTIMIZERS for batch in settings.batch_sizes]
+    return jobs + [("standard", settings.micro_batch, order) for order in ORDERS if order]
 
 
 def spread(runs: Sequence[DemoRun]) -> float:
@@ -257,7 +309,9 @@ def spread(runs: Sequence[DemoRun]) -> float:
 
 
 def summarise(settings: Settings, runs: Sequence[DemoRun]) -> dict[str, Any]:
-    """Return settings, spreads and curves as JSON holds them."""
+    """Return settings, spreads and curves as JSON holds them; the runs of other orders stand apart."""
+    at_m = [run for run in runs if (run.optimizer, run.batch_size) == ("standard", settings.micro_batch)]
+    reordered, runs = [run for run in runs if run.order], [run for run in runs if not run.order]
     spreads = {name: spread([run for run in runs if run.optimizer == name]) for name in OPTIMIZERS}
     return {
         "command": "demo",
@@ -271,20 +325,24 @@ def summarise(settings: Settings, runs: Sequence[DemoRun]) -> dict[str, Any]:
         },
         "spread": spreads,
         "ratio": spreads["standard"] / spreads["invariant"] if spreads["invariant"] else None,
+        "order_floor": spread(at_m),
         "runs": [
             {**run._asdict(), "hyperparameters": settings.at(run.optimizer, run.batch_size)._asdict()} for run in runs
         ],
-        "seconds": sum(run.seconds for run in runs),
+        "reordered": [run._asdict() for run in reordered],
+        "seconds": sum(run.seconds for run in (*runs, *reordered)),
         "provenance": record.provenance(),
     }
 
 
-def _path(settings: Settings, job: tuple[str, int], out: Path) -> Path:
+def _path(settings: Settings, job: Job, out: Path) -> Path:
     """Return the file of a run, whose name holds a hash of all that the run depends on."""
-    optimizer, batch = job
+    optimizer, batch, order = job
     depends = {
         "optimizer": optimizer,
         "batch": batch,
+        "order": order and (order, settings.batch_sizes[-1]),
+        "grow": settings.grow and optimizer == "invariant",
         "tuned": settings.tuned,
         "micro_batch": settings.micro_batch,
         "samples_per_epoch": settings.samples_per_epoch,
@@ -298,11 +356,11 @@ def _path(settings: Settings, job: tuple[str, int], out: Path) -> Path:
     return out / "runs" / f"{optimizer}-{batch}-{key}.json"
 
 
-def _load(settings: Settings, job: tuple[str, int], out: Path) -> DemoRun | None:
+def _load(settings: Settings, job: Job, out: Path) -> DemoRun | None:
     saved = record.read_json(_path(settings, job, out))
     try:
         run = DemoRun(**saved)
-        whole = (run.optimizer, run.batch_size, len(run.losses)) == (*job, settings.epochs)
+        whole = (run.optimizer, run.batch_size, run.order, len(run.losses)) == (*job, settings.epochs)
     except TypeError:  # no file, or not one of ours
         return None
     return run if whole else None

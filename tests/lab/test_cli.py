@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -10,8 +9,6 @@ from typer.testing import CliRunner
 import invariant_adam
 from invariant_adam_lab.cli import app
 
-TUNED = ["scale", "--lr", "3e-4", "--betas", "0.9", "0.95", "--from", "512"]
-SCALE = [*TUNED, "--to", "4096", "--micro-batch", "32"]
 SOURCE = str(Path(invariant_adam.__file__).parents[1])
 
 
@@ -34,61 +31,9 @@ def without(module, *arguments):
     )
 
 
-def test_scale_gives_the_hyperparameters_and_warns():
-    result = run(*SCALE)
-    assert result.exit_code == 0, result.output
-    for text in ("ρ = 8", "κ = 128 micro-batches of 32", "0.0024", "0.430467", "3,368.4", "6,918.9"):
-        assert text in result.output
-    assert "warning: an update is no longer small: rho*(1-beta1) = 0.8" in result.output
-    assert "warning: m forgets more than half of its history in one update" in result.output
-
-
-def test_scale_json_is_all_of_stdout():
-    told = json.loads(run(*SCALE, "--weight-decay", "0.1", "--json").stdout)
-    assert (told["kappa"], told["rho"], told["rule"]) == (128, 8.0, "exponential")
-    assert told["scaled"]["lr"] == pytest.approx(2.4e-3)
-    assert told["scaled"]["betas"] == pytest.approx([0.9**8, 0.95**8])
-    assert told["scaled"]["weight_decay"] == pytest.approx((1 - (1 - 3e-5) ** 8) / 2.4e-3)
-    assert told["other_rules"]["linear"]["betas"] == pytest.approx([0.2, 0.6])
-    assert told["other_rules"]["square_root"]["lr"] == pytest.approx(3e-4 * 8**0.5)
-    lives = told["half_lives"]
-    assert lives["m"]["scaled"]["samples"] == pytest.approx(lives["m"]["tuned"]["samples"])
-    assert lives["v"]["scaled"]["updates"] == pytest.approx(lives["v"]["tuned"]["updates"] / 8)
-    assert len(told["warnings"]) == 2
-
-
-def test_scale_to_a_smaller_batch_has_nothing_to_warn_of():
-    told = json.loads(run(*TUNED, "--to", "128", "--micro-batch", "32", "--json").stdout)
-    assert (told["kappa"], told["rho"], told["warnings"]) == (4, 0.25, [])
-
-
-def test_scale_shows_a_rule_that_is_not_valid_as_such():
-    told = json.loads(run(*TUNED, "--to", "8192", "--micro-batch", "32", "--json").stdout)
-    assert told["other_rules"]["linear"]["error"].startswith('rule="linear" needs rho*(1-beta1) < 1, got 1.6')
-    assert "not valid" in run(*TUNED, "--to", "8192", "--micro-batch", "32").output
-
-
-def test_one_micro_batch_is_said_to_be_standard_adam():
-    told = json.loads(run(*SCALE[:-1], "4096", "--json").stdout)
-    assert told["kappa"] == 1
-    assert any("standard Adam at this batch size" in note for note in told["notes"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            [*SCALE[:-1], "48"],
-            "--micro-batch 48 does not divide --to 4096: an update is a whole number of micro-batches; "
-            "use --to 4080 or 4128, or --micro-batch 16",
-        ),
-        ([*SCALE[:-1], "8192"], "use --to 8192, or --micro-batch 4096"),
-        ([*SCALE[:-1], "0"], "--micro-batch must be at least 1 sample, got 0"),
-        (
-            [*TUNED, "--to", "8192", "--micro-batch", "32", "--rule", "linear"],
-            'rule="linear" needs rho*(1-beta1) < 1, got 1.6 at batch size 8192 (tuned at 512); use rule="exponential"',
-        ),
-        ([*SCALE, "--weight-decay", "-1"], "weight_decay must be a finite number of at least 0, got -1"),
         (
             ["demo", "--batch-sizes", "8,x"],
             "--batch-sizes must be whole numbers with commas between them, got '8,x'",

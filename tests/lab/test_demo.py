@@ -8,12 +8,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+import browser
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import invariant_adam
 from invariant_adam_lab.cli import app
-from invariant_adam_lab.demo import TRAIN, DemoRun, Settings, build_model, check, load_digits, spread, train
+from invariant_adam_lab.demo import TRAIN, DemoRun, Settings, build_model, check, load_digits, samples, spread, train
 
 TINY = ["--batch-sizes", "64,256", "--epochs", "2"]
 FILES = ("demo.html", "demo.json", "demo.png", "demo.svg")
@@ -51,6 +53,9 @@ def test_it_writes_what_it_says_and_says_what_it_found(done):
         ("invariant", 256, 2),
     ]
     assert told["ratio"] == told["spread"]["standard"] / told["spread"]["invariant"]
+    assert [(r["batch_size"], r["order"]) for r in told["reordered"]] == [(64, 1), (64, 2)]
+    assert 0 < told["order_floor"] < told["spread"]["standard"]
+    assert f"order floor     {told['order_floor']:.5f}" in result.stdout
     assert told["settings"]["tuned_betas"] == pytest.approx([1 - 0.1 / 4, 1 - 0.001 / 4])
 
 
@@ -62,7 +67,10 @@ def test_the_optimizers_coincide_where_both_are_tuned(done):
 
 def test_the_page_needs_no_network(done):
     page = (done[0] / "demo.html").read_text()
-    assert "<svg" in page
+    assert page.count("<svg") == 3
+    ids = re.findall(r' id="([^"]*)"', page)
+    assert len(set(ids)) == len(ids)
+    assert all(name[1:] in ids for name in re.findall(r'href="(#[^"]*)"', page))
     assert page.count("<tr>") == 1 + 4
     assert not re.search(r"https?:|//[a-z]|@import|<link|<script|<img|<iframe", page)
     references = re.findall(r'(?:src|href)="([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page)
@@ -72,16 +80,16 @@ def test_the_page_needs_no_network(done):
 def test_started_again_it_keeps_the_finished_runs_and_trains_the_missing_one(done):
     out, _ = done
     before = finished(out)
-    assert len(before) == 4
+    assert len(before) == 6
     again = run(*TINY, "--out", out)
-    assert again.stderr.count("kept from before") == 4
+    assert again.stderr.count("kept from before") == 6
     assert finished(out) == before
     victim = next(path for path in (out / "runs").glob("invariant-256-*"))
     whole = json.loads(victim.read_text())
     victim.write_text(victim.read_text()[:40])  # as if cut off
     third = run(*TINY, "--out", out)
     assert third.exit_code == 0
-    assert third.stderr.count("kept from before") == 3
+    assert third.stderr.count("kept from before") == 5
     assert json.loads(victim.read_text())["losses"] == whole["losses"]
 
 
@@ -91,7 +99,7 @@ def test_other_settings_are_trained_anew_and_json_is_all_of_stdout(done):
     assert result.exit_code == 0
     assert "kept from before" not in result.stderr
     assert json.loads(result.stdout)["settings"]["seed"] == 1
-    assert len(finished(out)) == 8
+    assert len(finished(out)) == 12
 
 
 def test_interrupted_it_says_how_to_go_on(tmp_path):
@@ -112,8 +120,8 @@ def test_interrupted_it_says_how_to_go_on(tmp_path):
     _, stderr = process.communicate(timeout=60)
     kept = len(finished(tmp_path))
     assert process.returncode == 130, stderr
-    assert 1 <= kept < 4
-    assert f"{kept} of 4 runs are kept; the same command resumes with the rest." in stderr
+    assert 1 <= kept < 6
+    assert f"{kept} of 6 runs are kept; the same command resumes with the rest." in stderr
     assert "Traceback" not in stderr
 
 
@@ -157,6 +165,52 @@ def test_invariant_adam_is_nearer_to_the_small_batch_already_in_one_epoch():
     base = train(settings, "standard", 8, data)
     gaps = {name: spread([base, train(settings, name, 128, data)]) for name in ("standard", "invariant")}
     assert gaps["standard"] > 10 * gaps["invariant"]
+
+
+def test_growing_in_brings_the_large_batch_nearer_and_leaves_the_small_one_as_it_is():
+    grown, data = check(Settings(batch_sizes=(8, 128), epochs=1)), load_digits()
+    whole = grown._replace(grow=False)
+    base = train(grown, "invariant", 8, data)
+    assert base.losses == train(whole, "invariant", 8, data).losses
+    gaps = [spread([base, train(s, "invariant", 128, data)]) for s in (grown, whole)]
+    assert 3 * gaps[0] < gaps[1]
+
+
+def test_another_order_moves_micro_batches_inside_their_block_only():
+    settings = check(Settings(batch_sizes=(8, 32)))
+    usual, other = samples(settings, 3), samples(settings, 3, order=1)
+    assert not torch.equal(usual, other)
+    assert not torch.equal(other, samples(settings, 3, order=2))
+    for ours, theirs in zip(usual.split(32), other.split(32), strict=True):
+        assert sorted(map(tuple, ours.view(4, 8).tolist())) == sorted(map(tuple, theirs.view(4, 8).tolist()))
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not (browser.BROWSER and browser.DRIVER), reason="needs chromium and chromedriver")
+def test_the_page_suits_a_phone_and_a_dark_room(done, tmp_path):
+    def tell(command, **parameters):
+        window.ask("POST", "/goog/cdp/execute", {"cmd": f"Emulation.{command}", "params": parameters})
+
+    with browser.start(tmp_path) as window:
+        for width in (390, 1300):
+            tell("setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+            for theme in ("light", "dark"):
+                tell("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+                window.open(done[0] / "demo.html")
+                assert window.js("return document.documentElement.scrollWidth <= innerWidth")  # only tables scroll
+                across = window.js(
+                    "return new Set([...document.querySelectorAll('svg')].map((e) => e.offsetLeft || "
+                    "e.getBoundingClientRect().left)).size"
+                )
+                assert across == (1 if width == 390 else 3)
+                # What is written in a drawing has the colour of the page's own text.
+                fills = window.js(
+                    "const all = [...document.querySelectorAll('svg .text, svg g[id*=text] > g')];"
+                    "return [...new Set(all.map((e) => getComputedStyle(e).fill)),"
+                    " getComputedStyle(document.body).color, getComputedStyle(document.querySelector('dt')).color]"
+                )
+                assert set(fills[:-2]) <= set(fills[-2:]), fills
+        assert window.log() == []
 
 
 def test_standard_adam_may_follow_the_linear_rule_too():

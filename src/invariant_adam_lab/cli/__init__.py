@@ -62,5 +62,5 @@ def invariant_adam(
     [bold]Check the theory[/bold]: [cyan]invariant-adam verify[/cyan]
 
     [bold]Move a run to another batch size[/bold]:
-    [cyan]invariant-adam scale --lr 3e-4 --betas 0.9 0.95 --from 512 --to 4096 --micro-batch 32[/cyan]
+    [cyan]invariant-adam scale --lr 3e-4 --betas 0.9 0.95 --from 512 --to 1024,2048[/cyan]
     """

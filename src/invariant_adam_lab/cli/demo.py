@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import MofNCompleteColumn, TextColumn
+from rich.progress import TextColumn
 
 from .console import fail, fail_to_write, new_table, print_json, stdout, stop, time_bar, wrote
 from .options import Json, numbers
@@ -33,6 +33,9 @@ def demo(
     standard_rule: Annotated[
         StandardRule, typer.Option(help="How standard Adam's learning rate grows: with √B, or with B.")
     ] = StandardRule.square_root,
+    grow: Annotated[
+        bool, typer.Option("--grow/--no-grow", help="Whether invariant Adam's first updates are small ones that grow.")
+    ] = True,
     out: Annotated[Path, typer.Option(help="Folder for the figure, the page and the finished runs.")] = Path(
         "runs/demo"
     ),
@@ -40,21 +43,23 @@ def demo(
 ) -> None:
     """Train a small CNN at five batch sizes with both optimizers and compare.
 
-    Takes about a minute on a laptop. Writes a figure (PNG, SVG), an HTML page that needs no network, and the numbers.
-    Stopped and started again with the same settings, it keeps the runs that were finished.
+    Takes a minute or two on a laptop. Both optimizers have the same hyperparameters at the smallest batch size, where
+    they are the same algorithm. The order floor shows what the order of the samples does by itself. Writes a
+    figure (PNG, SVG), an HTML page that needs no network, and the numbers. Stopped and started again with the same
+    settings, it keeps the runs that were finished.
 
     Example: [cyan]invariant-adam demo --batch-sizes 4,16,64 --lr 1e-4 --out runs/small[/cyan]
     """
     sizes = numbers("--batch-sizes", batch_sizes, int) or ()
     from .. import demo_report as report
-    from ..demo import DivergedError, Settings, check
+    from ..demo import DivergedError, Settings, all_jobs, check
     from ..demo import demo as train_all
 
     try:
-        settings = check(Settings(sizes, lr, epochs, seed, standard_rule.value))
+        settings = check(Settings(sizes, lr, epochs, seed, standard_rule.value, grow))
     except ValueError as error:
         fail(error)
-    bars = _Bars(runs=2 * len(settings.batch_sizes))
+    bars = _Bars(runs=len(all_jobs(settings)))
     try:
         with bars.progress:
             result = train_all(settings, out, bars)
@@ -77,7 +82,7 @@ class _Bars:
 
     def __init__(self, runs: int) -> None:
         self.runs, self.done = runs, 0
-        self.progress = time_bar(MofNCompleteColumn(), TextColumn("passes,"))
+        self.progress = time_bar(TextColumn("{task.percentage:.0f} %,"))
 
     def begin(self, work: int) -> None:
         self.task = self.progress.add_task("training", total=work)
@@ -88,9 +93,9 @@ class _Bars:
     def finish(self, run: DemoRun, kept: bool) -> None:
         self.done += 1
         how = "kept from before" if kept else f"{run.seconds:.1f} s"
+        what = f"{run.optimizer} Adam, B = {run.batch_size}" + ", another order" * bool(run.order)
         self.progress.console.print(
-            f"[{self.done}/{self.runs}] {run.optimizer} Adam, B = {run.batch_size}: "
-            f"training loss {run.losses[-1]:.4f} ({how})",
+            f"[{self.done}/{self.runs}] {what}: training loss {run.losses[-1]:.4f} ({how})",
             markup=False,
         )
 
@@ -115,4 +120,5 @@ def _print_demo(result: dict[str, Any]) -> None:
     stdout.print("Spread over batch sizes (mean over epochs of max − min of the log training loss):")
     for name, value in result["spread"].items():
         stdout.print(f"  {name + ' Adam':<15} {value:.5f}")
+    stdout.print(f"  {'order floor':<15} {result['order_floor']:.5f}")
     stdout.print(f"[bold]Invariant Adam's is {verdict(result)}.[/bold]")

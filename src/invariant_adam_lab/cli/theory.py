@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from .console import fail, new_table, print_json, stdout
-from .options import Json
+from .options import Json, numbers
 
 if TYPE_CHECKING:
-    from invariant_adam.scaling import Hyperparameters
-
-    from ..plan import Plan
+    from ..planner import Plan
 
 
 class Algorithm(str, enum.Enum):
@@ -120,27 +119,61 @@ class RuleName(str, enum.Enum):
 
 
 def scale(
-    lr: Annotated[float, typer.Option(help="Learning rate per update, as tuned.")],
-    from_batch: Annotated[int, typer.Option("--from", help="Batch size it was tuned at, in samples.")],
-    to_batch: Annotated[int, typer.Option("--to", help="Batch size to train at, in samples.")],
-    micro_batch: Annotated[int, typer.Option(help="Samples whose gradient is squared; must divide --to.")],
-    betas: Annotated[tuple[float, float], typer.Option(help="EMA coefficients per update, as tuned.")] = (0.9, 0.999),
-    weight_decay: Annotated[float, typer.Option(help="Decoupled weight decay, as tuned.")] = 0.0,
+    lr: Annotated[float | None, typer.Option(help="Learning rate per update, as tuned.")] = None,
+    from_batch: Annotated[int | None, typer.Option("--from", help="Batch size it was tuned at, in samples.")] = None,
+    to_batches: Annotated[
+        str | None, typer.Option("--to", help="Batch sizes to train at, with commas; by default 1 to 32 times --from.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Samples whose gradient is squared; by default --from.")
+    ] = None,
+    betas: Annotated[
+        tuple[float, float] | None,
+        typer.Option(help="EMA coefficients per update, as tuned.", show_default="0.9 0.999"),
+    ] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Decoupled weight decay, as tuned.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of the whole run.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Samples of the warm-up.")] = None,
+    samples_per_second: Annotated[float | None, typer.Option(help="Its speed at --from.")] = None,
+    noise_scale: Annotated[float | None, typer.Option(help="Its noise scale in samples, by opt.noise_scale().")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-config", metavar="FILE", help="A trainer's arguments as JSON or YAML; options win over it."
+        ),
+    ] = None,
     rule: Annotated[
         RuleName, typer.Option(help="Scaling rule; square_root is for standard Adam.")
     ] = RuleName.exponential,
+    grow: Annotated[
+        bool, typer.Option("--grow/--no-grow", help="Whether the first updates are small and grow.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
-    """Give the hyperparameters at another batch size.
+    """Plan a tuned run at other batch sizes: hyperparameters, updates, time.
 
-    Example: [cyan]invariant-adam scale --lr 3e-4 --betas 0.9 0.95 --from 512 --to 4096 --micro-batch 32[/cyan]
+    For each batch size the learning rate and betas of an update, its share in the moments, the number of updates, and
+    where a larger batch stops paying. The optimizer scales by itself; these are the values that it uses.
+
+    Example: [cyan]invariant-adam scale --lr 3e-4 --betas 0.9 0.95 --from 512 --to 1024,2048 --samples 1000000[/cyan]
+
+    A Trainer's arguments, by json.dump(args.to_dict(), file):
+    [cyan]invariant-adam scale --from-config args.json --to 2048[/cyan]
     """
-    from ..plan import plan
+    from ..planner import TunedRun, plan, read_config
 
+    given = {
+        "lr": lr, "betas": betas, "weight_decay": weight_decay, "batch": from_batch, "micro_batch": micro_batch,
+        "samples": samples, "warmup": warmup, "samples_per_second": samples_per_second, "noise_scale": noise_scale,
+    }  # fmt: skip
     try:
-        result = plan(
-            lr, betas, weight_decay, tuned_batch=from_batch, batch=to_batch, micro_batch=micro_batch, rule=rule.value
-        )
+        known = read_config(config) if config else {}
+        known |= {name: value for name, value in given.items() if value is not None}
+        for option, name in (("--lr", "lr"), ("--from", "batch")):
+            if name not in known:
+                where = f"; {config} does not say it" if config else ""
+                raise ValueError(f"{option} is needed{where}: the value at which the run was tuned")
+        result = plan(TunedRun(**known), numbers("--to", to_batches, int) or (), rule=rule.value, grow=grow)
     except ValueError as error:
         fail(error)
     if as_json:
@@ -150,35 +183,37 @@ def scale(
 
 
 def _print_plan(p: Plan) -> None:
+    tuned, rows = p.tuned, p.rows
     stdout.print(
-        f"B = {p.tuned_batch:,} → {p.batch:,} samples per update: ρ = {p.rho:g}, "
-        f"κ = {p.kappa:,} micro-batches of {p.micro_batch:,}\n"
+        f"[bold]Tuned at B = {tuned.batch:,}[/bold]: lr {tuned.lr:g}, betas {tuned.betas[0]:g} {tuned.betas[1]:g}, "
+        f"weight decay {tuned.weight_decay:g}. Micro-batch M = {tuned.micro_batch:,}, rule {p.rule}."
     )
+    decays = {f"{row.scaled.weight_decay:.3g}" for row in rows} != {f"{tuned.weight_decay:.3g}"}
     table = new_table()
-    table.add_column("")
-    table.add_column("tuned", justify="right")
-    table.add_column(f"[bold]{p.rule}[/bold]", justify="right", style="bold")
-    for name in p.others:
-        table.add_column(name, justify="right", style="dim")
-    columns: list[Hyperparameters | str] = [p.tuned, p.scaled, *p.others.values()]
-    for i, name in enumerate(("learning rate", "β₁", "β₂", "weight decay")):
-        numbers = [None if isinstance(h, str) else (h.lr, *h.betas, h.weight_decay)[i] for h in columns]
-        table.add_row(name, *("not valid" if number is None else f"{number:.6g}" for number in numbers))
+    heads = ("B", "κ", "lr", "β₁", "β₂", *(["decay"] if decays else []), "share of m", "share of v")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        h = row.scaled
+        values = (h.lr, *h.betas, *([h.weight_decay] if decays else []))
+        shares = (f"{share:.1%}" for share in row.shares)
+        table.add_row(f"{row.batch:,}", f"{row.kappa:,}", *(f"{value:.4g}" for value in values), *shares)
     stdout.print(table)
-    lives = new_table()
-    lives.add_column("half-life")
-    for name in ("samples, tuned", f"samples, {p.rule}", "updates, tuned", f"updates, {p.rule}"):
-        lives.add_column(name, justify="right")
-    for name, (tuned, scaled) in p.half_lives.items():
-        lives.add_row(
-            f"of {name}",
-            *(f"{n:,.1f}" for n in (tuned.samples, scaled.samples)),
-            *(f"{n:.3g}" for n in (tuned.updates, scaled.updates)),
-        )
-    stdout.print(lives)
-    for name, h in p.others.items():
-        if isinstance(h, str):
-            stdout.print(f"{name}: {h}", style="dim", markup=False)
+    columns: dict[str, list[str]] = {
+        "updates": ["" if row.updates is None else f"{row.updates:,}" for row in rows],
+        "by growing in": [f"+{row.growth_updates}" if row.growth_updates else "" for row in rows],
+        "of warm-up": ["" if row.warmup_updates is None else f"{row.warmup_updates:,}" for row in rows],
+        "samples needed": ["" if row.needs is None else f"× {row.needs:.2f}" for row in rows],
+        "hours": ["" if row.hours is None else f"{row.hours:,.2f}" for row in rows],
+    }
+    columns = {head: cells for head, cells in columns.items() if any(cells)}
+    if columns:
+        table = new_table()
+        for head in ("B", *columns):
+            table.add_column(head, justify="right", no_wrap=True)
+        for i, row in enumerate(rows):
+            table.add_row(f"{row.batch:,}", *(cells[i] for cells in columns.values()))
+        stdout.print(table)
     for warning in p.warnings:
         stdout.print("[bold yellow]warning:[/bold yellow] " + escape(warning))
     for note in p.notes:
