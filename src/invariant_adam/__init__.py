@@ -11,7 +11,7 @@ if torch.__version__ < "2.11":  # torch compares them as versions
     )
 
 from . import reference, scaling
-from .diagnostics import invariance_check
+from .diagnostics import invariance_check, largest_invariant_lr, log_to
 from .fold.checks import FirstUpdateWarning
 from .graphs import capture
 from .growth import BatchGrowth
@@ -36,6 +36,8 @@ __all__ = [
     "distributed",
     "explain",
     "invariance_check",
+    "largest_invariant_lr",
+    "log_to",
     "one_pass",
     "reference",
     "scaling",

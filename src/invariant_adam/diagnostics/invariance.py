@@ -7,26 +7,20 @@ batch. A run at that batch size does not know their order, so that less spread t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..growth import grown_kappa
 from ..scaling import RULES
 from . import coupling, runs
 from .report import Cause, InvarianceResult
 from .runs import Curve, LossFn, Problem, spread, train
-from .samples import draw, moved
+from .samples import moved
+from .setup import Clock, Progress, check_rest, check_sizes, problem_of
 
-Progress = Callable[[int, int, str], None]  # samples done, samples in all, what is being done
-
-_MARKS = 8  # times that the loss is measured in a run
-_PROBED = 128  # samples that it is measured on, about
 _FLOOR_RUNS = 2
-_WHOLE = 4  # updates of the largest batch that a run must have at least
 
 
 def invariance_check(
@@ -80,15 +74,14 @@ def invariance_check(
     >>> result.ok, result.causes
     (True, [])
     """
-    sizes, micro = _check_sizes(batch_sizes, micro_batch_size)
-    _check_rest(lr, samples, coupled, tolerance, options)
-    ratio = 0.1 if grow is True else float(grow) if grow else None
+    sizes, micro = check_sizes(batch_sizes, micro_batch_size)
+    check_rest(lr, samples, coupled, tolerance, options)
     with runs.randomness():
-        problem = _problem(
-            make_model, loss_fn, data, sizes, micro, samples, seed, device, schedule, ratio, {**options, "lr": lr}
+        problem = problem_of(
+            make_model, loss_fn, data, sizes, micro, samples, seed, device, schedule, grow, {**options, "lr": lr}
         )
         seen = problem.marks[-1] * micro
-        clock = _Clock(progress, (len(sizes) + _FLOOR_RUNS) * seen + problem.marks[:2][-1] * micro)
+        clock = Clock(progress, (len(sizes) + _FLOOR_RUNS) * seen + problem.marks[:2][-1] * micro)
         causes, notes = _look(problem, sizes, coupled == "micro-batch")
         curves = [train(problem, size, tell=clock(f"B = {size}")) for size in sizes]
         orders = [_reordered(problem, sizes[-1] // micro, i) for i in range(_FLOOR_RUNS)]
@@ -100,7 +93,7 @@ def invariance_check(
             tuned_batch_size=options.get("tuned_batch_size") or micro,
             betas=tuple(options.get("betas", (0.9, 0.999))),
             rule=options.get("rule", "exponential"),
-            growth=ratio,
+            growth=problem.growth,
             tolerance=tolerance,
             samples=[0, *(mark * micro for mark in problem.marks)],
             curves=curves,
@@ -119,132 +112,6 @@ def _repeat(curve: Curve, again: Curve) -> float:
     """How far the same run is from itself; equal numbers are equal, lost or not."""
     first = curve._replace(losses=curve.losses[: len(again.losses)])
     return 0.0 if str(first.losses) == str(again.losses) else spread([first, again])
-
-
-class _Clock:
-    """Tells of progress."""
-
-    def __init__(self, progress: bool | Progress, total: int) -> None:
-        self.done, self.total = 0, total
-        self.report: Progress | None = progress if callable(progress) else _print_line() if progress else None
-
-    def __call__(self, what: str) -> Callable[[int], None]:
-        def tell(samples: int) -> None:
-            self.done += samples
-            self.total = max(self.total, self.done)
-            if self.report is not None:
-                self.report(self.done, self.total, what)
-
-        return tell
-
-
-def _print_line() -> Progress:
-    import sys
-
-    last: list[str] = []
-
-    def report(done: int, total: int, what: str) -> None:
-        if last != [what]:
-            last[:] = [what]
-            sys.stderr.write(f"invariance check: {what} ({done:,} of {total:,} samples)\n")
-
-    return report
-
-
-# ---------------------------------------------------------------- what is asked for
-
-
-def _check_sizes(batch_sizes: Sequence[int], micro_batch_size: int | None) -> tuple[list[int], int]:
-    given = sorted(set(batch_sizes))
-    if not given or any(not isinstance(size, int) or size < 1 for size in given):
-        raise ValueError(f"batch_sizes must be numbers of samples of at least 1, got {tuple(batch_sizes)}")
-    micro = given[0] if micro_batch_size is None else micro_batch_size
-    if not isinstance(micro, int) or micro < 1:
-        raise ValueError(f"micro_batch_size must be at least 1 sample, got {micro_batch_size}")
-    for size in given:
-        if size % micro:
-            raise ValueError(
-                f"batch_sizes must be multiples of micro_batch_size = {micro}: {size} is not; use "
-                f"{max(size // micro, 1) * micro} or {(size // micro + 1) * micro}"
-            )
-    sizes = sorted({micro, *given})
-    if len(sizes) < 2:
-        raise ValueError(f"batch_sizes must have a size above micro_batch_size = {micro}, got {tuple(batch_sizes)}")
-    return sizes, micro
-
-
-def _check_rest(lr: float, samples: int | None, coupled: str | None, tolerance: float, options: dict[str, Any]) -> None:
-    if not 0 < lr < math.inf:
-        raise ValueError(f"lr must be a finite number above 0, got {lr}")
-    if samples is not None and (not isinstance(samples, int) or samples < 1):
-        raise ValueError(f"samples must be a number of samples, got {samples}")
-    if coupled not in (None, "micro-batch"):
-        raise ValueError(f'coupled must be None or "micro-batch", got {coupled!r}')
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be above 0, a difference of log losses, got {tolerance}")
-    if options.get("fold", "backward") != "backward":
-        raise ValueError(
-            f"fold={options['fold']!r}: the check folds in backward; leave fold out, the update is the same"
-        )
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise RuntimeError(
-                f"the check trains in one process, and a process group of {ranks} ranks is up; run it before "
-                "init_process_group, with a model that fits one device"
-            )
-
-
-def _problem(
-    make_model: Callable[[], nn.Module] | nn.Module,
-    loss_fn: LossFn,
-    data: Any,
-    sizes: list[int],
-    micro: int,
-    samples: int | None,
-    seed: int,
-    device: Any,
-    schedule: Callable[[float], float] | None,
-    ratio: float | None,
-    options: dict[str, Any],
-) -> Problem:
-    block = math.lcm(*sizes)
-    least = -(-_least(sizes[-1] // micro, ratio) * micro // block) * block
-    samples = max(2048, 16 * sizes[-1], least) if samples is None else samples
-    blocks = samples // block
-    if samples < least:
-        grown = "" if ratio is None else f", growing in, after {_WHOLE} whole updates"
-        raise ValueError(
-            f"samples={samples} is too few to tell: batch_sizes {tuple(sizes)} can be compared from {least} samples "
-            f"on{grown}; ask for at least that many, or for smaller batch sizes"
-        )
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function of (model, batch), got {type(loss_fn).__name__}")
-    runs.seeded(seed)
-    count = blocks * block // micro
-    batches = draw(data, micro, count, seed)
-    number = min(blocks, _MARKS)
-    marks = [round((i + 1) * blocks / number) * block // micro for i in range(number)]
-    probed = min(count, max(1, _PROBED // micro), 64)
-    probes = [i * count // probed for i in range(probed)]
-
-    def warm(model: nn.Module) -> None:
-        with torch.no_grad():
-            loss_fn(model, moved(batches[0], torch.device(device or "cpu")))
-
-    build = runs.builder(make_model, device, seed, warm)
-    return Problem(build, loss_fn, batches, micro, options, schedule, ratio, marks, probes, seed)
-
-
-def _least(kappa: int, ratio: float | None) -> int:
-    """Micro-batches until an update had κ of them `_WHOLE` times: before, runs that grow in are one and the same."""
-    seen = whole = 0
-    while whole < _WHOLE:
-        left = kappa
-        while left:
-            now = grown_kappa(left, seen, math.inf if ratio is None else ratio)
-            seen, left, whole = seen + now, left - now, whole + (now == kappa)
-    return seen
 
 
 def _reordered(problem: Problem, block: int, which: int) -> list[int]:
@@ -293,7 +160,7 @@ def _look(problem: Problem, sizes: list[int], accepted: bool) -> tuple[list[Caus
     return causes, notes
 
 
-def _explain(result: InvarianceResult, problem: Problem, clock: _Clock) -> None:
+def _explain(result: InvarianceResult, problem: Problem, clock: Clock) -> None:
     """Add the causes that the runs show, by what mends them."""
     named = [cause for cause in result.causes if cause.kind == "random"]
     result.causes[:] = [cause for cause in result.causes if cause.kind != "random"]
@@ -318,7 +185,7 @@ def _explain(result: InvarianceResult, problem: Problem, clock: _Clock) -> None:
     after = spread(pair)
     kind = "update too large"
     rho = ends[1] / result.tuned_batch_size
-    share = 1 - RULES[result.rule].beta(result.betas[0], rho)
+    share = 1 - RULES[result.rule].betas(result.betas, rho)[0]
     if after <= result.limit or after < result.spread_at(ends[1]) / 3:
         remedies.append(f"lower lr: at {lower:g} the spread is {after:.2g}")
     else:

@@ -95,7 +95,7 @@ class InvarianceResult:
     micro_batch_size: int
     lr: float
     tuned_batch_size: int
-    betas: tuple[float, ...]
+    betas: tuple[float, float]
     rule: str
     growth: float | None
     tolerance: float
@@ -144,7 +144,7 @@ class InvarianceResult:
         ]
         for curve in self.curves:
             apart = "" if curve.batch == self.micro_batch_size else _number(self.spread_at(curve.batch))
-            share = 1 - RULES[self.rule].beta(self.betas[0], curve.batch / self.tuned_batch_size)
+            share = 1 - RULES[self.rule].betas(self.betas, curve.batch / self.tuned_batch_size)[0]
             last = f"{curve.losses[-1]:.4g}" + ("!" if curve.diverged else "")
             lines.append(
                 f"{curve.batch:>12,}{curve.updates:>10,}{share:>12.2f}{curve.losses[0]:>12.4g}{last:>12}{apart:>10}"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, demo, experiments, reproduce, scale_up, theory
+from . import bench, check, demo, experiments, reproduce, scale_up, theory
 from .console import help_of, stdout
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 commands = (
     theory.verify,
     theory.scale,
+    check.check,
     demo.demo,
     experiments.data,
     experiments.figures,
