@@ -11,7 +11,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from invariant_adam import InvariantAdam
 from invariant_adam.growth import grown_kappa
@@ -33,6 +40,14 @@ def gpt2():
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+
+
+def neox():
+    """A model that transformers saves under other names than its parameters have."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    more = {"num_attention_heads": 2, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **more))
 
 
 class Sentences(Dataset):

@@ -74,8 +74,9 @@ def test_clipping_is_that_of_each_micro_batch():
         accelerator.clip_grad_value_(model.parameters(), 1.0)
 
 
-def test_one_pass_is_the_plain_loop():
-    data = Sentences(56)
+@pytest.mark.parametrize("unequal", [False, True])
+def test_one_pass_is_the_plain_loop(unequal):
+    data = Sentences(56, unequal)
     _, model, opt = trained(data, 2, size=2 * M, once=True)
     assert_is_plain(model, opt, data, windows(range(56), 4) * 3)
 

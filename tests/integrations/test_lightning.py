@@ -6,11 +6,23 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from plain_loop import M, Sentences, assert_equal_runs, grown, llama, optimizer_of, train_plainly, windows
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from plain_loop import (
+    HYPERPARAMETERS,
+    TUNED,
+    M,
+    Sentences,
+    Stream,
+    assert_equal_runs,
+    grown,
+    llama,
+    optimizer_of,
+    train_plainly,
+    windows,
+)
 from torch.utils.data import DataLoader
 
-from invariant_adam import one_pass, unwrap
+from invariant_adam import InvariantAdam, one_pass, unwrap
 from invariant_adam.integrations.lightning import InvariantAdamCallback
 
 pytestmark = [
@@ -37,20 +49,22 @@ class Module(pl.LightningModule):
 
 
 def fit(module, data, accumulation, size=M, callbacks=None, **options):
+    return unwrap(run(module, DataLoader(data, batch_size=size), accumulation, callbacks, **options).optimizers[0])
+
+
+def run(module, loader, accumulation, callbacks=None, resume=None, **options):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=3,
         accumulate_grad_batches=accumulation,
         callbacks=[InvariantAdamCallback()] if callbacks is None else callbacks,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"max_epochs": 3, "enable_checkpointing": False, **options},
     )
-    trainer.fit(module, DataLoader(data, batch_size=size))
-    return unwrap(trainer.optimizers[0])
+    trainer.fit(module, loader, ckpt_path=resume)
+    return trainer
 
 
 def assert_is_plain(module, opt, data, plan, announced=(), **options):
@@ -65,9 +79,14 @@ def assert_is_plain(module, opt, data, plan, announced=(), **options):
 def test_it_is_the_plain_loop(accumulation, samples, unequal):
     data, module = Sentences(samples, unequal), Module()
     opt = fit(module, data, accumulation)
-    plan = windows(range(samples), accumulation) * 3
-    short = {i: 3 for i, window in enumerate(plan) if sum(map(len, window)) == 10}  # its last batch was not foreseen
-    assert_is_plain(module, opt, data, plan, short)
+    assert_is_plain(module, opt, data, windows(range(samples), accumulation) * 3)
+
+
+def test_a_dataset_without_a_length():
+    data, module = Sentences(58), Module()
+    opt = fit(module, Stream(data), 4)
+    # The end comes as a surprise: windows of four micro-batches are announced, and the last one has 3.5 of them.
+    assert_is_plain(module, opt, data, windows(range(58), 4) * 3, announced=dict.fromkeys((3, 7, 11), 4))
 
 
 def test_accumulation_may_change():
@@ -83,11 +102,12 @@ def test_clipping_is_that_of_each_micro_batch():
     assert_is_plain(module, opt, data, windows(range(40), 2) * 3, **options)
 
 
+@pytest.mark.parametrize(("samples", "unequal"), [(48, False), (58, True)])
 @pytest.mark.parametrize(("size", "accumulation"), [(4 * M, 1), (2 * M, 2)])
-def test_one_pass_is_the_plain_loop(size, accumulation):
-    data, module = Sentences(48), Module()
+def test_one_pass_is_the_plain_loop(size, accumulation, samples, unequal):
+    data, module = Sentences(samples, unequal), Module()
     opt = fit(module, data, accumulation, size, callbacks=[InvariantAdamCallback(one_pass="net")])
-    assert_is_plain(module, opt, data, windows(range(48), 4) * 3)
+    assert_is_plain(module, opt, data, windows(range(samples), 4) * 3)
 
 
 class Manual(Module):
@@ -101,6 +121,31 @@ class Manual(Module):
             self.manual_backward(self.net(**{key: t[first : first + M] for key, t in batch.items()}).loss)
         opt.step()
         opt.zero_grad()
+
+
+class ManualTwo(Manual):
+    """Trains its head by an optimizer of its own."""
+
+    def configure_optimizers(self):
+        head, rest = [self.net.lm_head.weight], [p for n, p in self.net.named_parameters() if n != "lm_head.weight"]
+        options = {"micro_batch_size": M, "tuned_batch_size": TUNED, **HYPERPARAMETERS}
+        return [InvariantAdam(params, **options) for params in (head, rest)]
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.net(**batch).loss)
+        for opt in self.optimizers():
+            opt.step()
+
+
+def test_two_optimizers_in_manual_optimization():
+    data, module = Sentences(26), ManualTwo()
+    trainer = run(module, DataLoader(data, batch_size=M), 1)
+    other = llama()
+    reference = InvariantAdam(other.parameters(), micro_batch_size=M, tuned_batch_size=TUNED, **HYPERPARAMETERS)
+    train_plainly(other, reference, data, windows(range(26), 1) * 3, announced=None)
+    for (name, a), b in zip(module.net.named_parameters(), other.parameters(), strict=True):
+        assert (a - b).abs().max() <= 1e-6, name
+    assert [unwrap(opt).samples_seen for opt in trainer.optimizers] == [3 * 26] * 2
 
 
 class ManualOnce(Manual):
@@ -123,6 +168,39 @@ def test_manual_optimization_is_the_plain_loop(cls, samples, size):
 def test_one_pass_by_the_callback_in_manual_optimization_is_refused():
     with pytest.raises(ValueError, match=r"automatic_optimization=False.*in training_step"):
         fit(Manual(), Sentences(8), 1, callbacks=[InvariantAdamCallback(one_pass="net")])
+
+
+class Remembering(DataLoader):
+    """Knows where it is, as Lightning asks of a loader that it goes on with in the middle of an epoch."""
+
+    begun = at = 0
+
+    def __iter__(self):
+        self.at, self.begun = self.begun, 0
+        for i, batch in enumerate(super().__iter__()):
+            if i >= self.at:
+                self.at += 1
+                yield batch
+
+    def state_dict(self):
+        return {"begun": self.at}
+
+    def load_state_dict(self, state):
+        self.begun = state["begun"]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("after", [2, 4])
+def test_a_run_goes_on_within_an_epoch(tmp_path, after):
+    data, saving = Sentences(58), ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    loader = Remembering(data, batch_size=M)
+    run(Module(), loader, 2, [InvariantAdamCallback(), saving], max_epochs=1, enable_checkpointing=True)
+    module, loader = Module(), Remembering(data, batch_size=M)
+    trainer = run(module, loader, after, resume=tmp_path / "step=3.ckpt", max_epochs=2)
+    # Six batches of fifteen were three updates; Lightning counts batches, so that a window of four ends at the eighth.
+    first = {2: windows(range(24, 58), 2), 4: windows(range(24, 32), 4) + windows(range(32, 58), 4)}[after]
+    plan = windows(range(24), 2) + first + windows(range(58), after)
+    assert_is_plain(module, unwrap(trainer.optimizers[0]), data, plan)
 
 
 class Leaving(Module):

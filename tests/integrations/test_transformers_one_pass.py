@@ -92,7 +92,7 @@ class Meaning(InOrder, InvariantTrainer):
 def test_a_mean_over_the_tokens_of_a_mini_batch_is_refused(tmp_path):
     options = {"micro_batch_size": M, "one_pass": True, "cls": Meaning}
     args = arguments(tmp_path, 1, per_device_train_batch_size=16)
-    with pytest.raises(ValueError, match="the labels of the micro-batches have different numbers of tokens"):
+    with pytest.raises(ValueError, match=r"different numbers of tokens.*give the trainer a compute_loss_func"):
         trained(llama(), args, Sentences(32, unequal=True), **options)
     data = Sentences(32)
     assert_is_plain(trained(llama(), args, data, **options), llama, data, windows(range(32), 4) * 3)

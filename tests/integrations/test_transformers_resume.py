@@ -13,6 +13,7 @@ from plain_loop import (
     Stream,
     assert_equal_runs,
     llama,
+    neox,
     optimizer_of,
     train_plainly,
     windows,
@@ -64,6 +65,13 @@ def test_a_run_goes_on_at_any_batch_size(tmp_path, before, saved, after):
     train_plainly(model, opt, data, done + plan)
     assert_equal_runs(trainer.model, trainer.invariant_adam, model, opt)
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == files
+
+
+def test_a_model_that_is_saved_under_other_names_goes_on(tmp_path):
+    data, once = Sentences(40), {"num_train_epochs": 1}
+    trained(neox(), arguments(tmp_path, 2, save_strategy="steps", save_steps=2, **once), data)
+    trainer = trained(neox(), arguments(tmp_path, 3, **once), data, resume=str(tmp_path / "checkpoint-2"))
+    assert_is_plain(trainer, neox, data, windows(range(16), 2) + windows(range(16, 40), 3))
 
 
 def test_a_run_that_went_on_goes_on_again(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -300,6 +301,34 @@ def test_a_token_mean_is_refused_also_after_a_call_with_weights():
         del p.grad_sq
     with pytest.raises(ia.UnsupportedUse, match="not a mean over micro-batches"), ia.one_pass(model, 2):
         model(x, mask).backward()
+
+
+class Tagger(nn.Module):
+    """Returns logits and the mean loss of all tokens that have a label, as Hugging Face's models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+
+    def forward(self, ids, labels):
+        logits = self.net(ids)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_unequal_shares_in_a_loss_are_found_where_all_losses_are_the_same(unequal):
+    """In a new model every token has a loss of about log 11, so that the value of a mean does not tell its weights."""
+    torch.manual_seed(0)
+    model = Tagger()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e-3)
+    ids, labels = torch.randint(11, (2, 24, 5))
+    if unequal:
+        labels[:10, 2:] = -100
+    refused = pytest.raises(ia.UnsupportedUse, match=r"not a mean over micro-batches: number . has .* of its share")
+    with refused if unequal else nullcontext(), ia.one_pass(model, 2):
+        model(ids, labels)[1].backward()
 
 
 class Coupled(nn.Module):

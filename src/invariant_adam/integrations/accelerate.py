@@ -15,7 +15,7 @@ from ..one_pass import one_pass as opened
 from ..one_pass.exchange import Open
 from ..optimizer import InvariantAdam
 from ..unwrap import unwrap
-from .window import GrowingWindow, autocast_outside, follow_parameters
+from .window import GrowingWindow, OwnLosses, autocast_outside, follow_parameters
 
 
 class InvariantAccelerator(Accelerator):
@@ -49,6 +49,7 @@ class InvariantAccelerator(Accelerator):
         self.grow = grow
         self.invariant_adams: list[InvariantAdam] = []
         self._growths: list[GrowingWindow] = []  # one for each of them
+        self._losses: dict[nn.Module, OwnLosses] = {}  # of models that were in one pass
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrap an optimizer; remember ours."""
@@ -111,6 +112,8 @@ class InvariantAccelerator(Accelerator):
     def one_pass(self, model: nn.Module, optimizer: Any, **options: Any) -> Iterator[None]:
         """Take all micro-batches of a batch in one backward: `invariant_adam.one_pass`, under any mixed precision.
 
+        The loss of a model of Hugging Face is then that of `OwnMeans`, unless `weights` are among the options.
+
         Args:
             model: the prepared model.
             optimizer: its prepared `InvariantAdam`, which knows `micro_batch_size`; gradients go into it.
@@ -119,7 +122,10 @@ class InvariantAccelerator(Accelerator):
         opt = unwrap(optimizer)
         if opt.micro_batch_size is None:
             raise ValueError("one_pass needs to know M; give InvariantAdam micro_batch_size")
-        with autocast_outside(model, self), opened(model, opt.micro_batch_size, into=opt, **options):
+        if model not in self._losses:
+            self._losses[model] = OwnLosses(model, opt.micro_batch_size)
+        own = nullcontext() if "weights" in options else self._losses[model].of(None, "loop over micro-batches")
+        with own, autocast_outside(model, self), opened(model, opt.micro_batch_size, into=opt, **options):
             yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -25,14 +25,14 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..growth import BatchGrowth
+from ..one_pass import UnsupportedUse
 from ..one_pass import one_pass as opened
 from ..optimizer import InvariantAdam
 from ..schedules import SampleLambdaLR
 from ..unwrap import unwrap
-from .window import Counting, OwnMeans, Window, autocast_outside, batch_size, follow_parameters
+from .window import Counting, OwnLosses, Window, autocast_outside, batch_size, follow_parameters
 
 _STATE = "trainer_state.json"
-_IGNORED = -100  # the label of a token that has no loss
 
 if TYPE_CHECKING:
     _Trainer = Trainer
@@ -77,7 +77,7 @@ class InvariantAdamMixin(_Trainer):
         self._total: float | None = None  # samples of the whole run
         self._resumed: Path | None = None  # a checkpoint, to be made one of this batch size
         self._passed = 0  # batches that the window which is next must leave out
-        self._means: list[tuple[Any, str, OwnMeans]] = []
+        self._losses: OwnLosses | None = None  # of the model, in one pass
         self._refuse()
         self.add_callback(_Events(self))
         self.add_callback(InvariantProgress())
@@ -112,9 +112,10 @@ class InvariantAdamMixin(_Trainer):
                 "max_grad_norm=0, or use DDP"
             )
         if args.optim not in ("adamw_torch", "adamw_torch_fused") or args.optim_args:
+            asked = getattr(args.optim, "value", args.optim)
             raise ValueError(
-                f"optim={str(args.optim)!r} with optim_args={args.optim_args!r} asks for another optimizer; leave them "
-                "at their defaults, or pass optimizers=(InvariantAdam(...), None)"
+                f"optim={asked!r} with optim_args={args.optim_args!r} asks for another optimizer; leave them at their "
+                "defaults, or pass optimizers=(InvariantAdam(...), None)"
             )
         if getattr(self, "loss_is_scaled_for_ga", None):
             raise ValueError(
@@ -275,44 +276,19 @@ class InvariantAdamMixin(_Trainer):
                 f"one_pass=True cannot tell the {n} samples apart in a batch of {batch_size(inputs)} rows: packing and "
                 "padding-free collators join them; turn those off, or set one_pass=False"
             )
-        labels = inputs.get("labels")
-        for owner, name, means in self._own_means(model):
-            setattr(owner, name, means)
-            means.batch = 0
+        if self._losses is None:
+            names = [name for name in ("compute_loss_func", "label_smoother") if getattr(self, name) is not None]
+            self._losses = OwnLosses(model, self.micro_batch_size, [(self, name) for name in names])
+        remedy = "give the trainer a compute_loss_func, or set one_pass=False"
         try:
             with (
+                self._losses.of(n, remedy, inputs.get("labels")),
                 autocast_outside(model, self.accelerator),
                 opened(model, self.micro_batch_size, into=self.invariant_adam),
             ):
                 yield
-        finally:
-            for owner, name, means in self._means:
-                setattr(owner, name, means.loss)
-        sizes = {means.batch for _, _, means in self._means} - {0}
-        if sizes - {n}:
-            raise ValueError(
-                f"the loss function was called with {sizes} rows for {n} samples, so that it is not known which belong "
-                "to one micro-batch; call it with the batch first, or set one_pass=False"
-            )
-        if not sizes and _uneven(labels, self.micro_batch_size):
-            raise ValueError(
-                "the labels of the micro-batches have different numbers of tokens, and the loss is a mean over all of "
-                "them: no loss_function of the model, compute_loss_func or label smoother was called that could be "
-                "asked for each micro-batch's own mean; give the trainer a compute_loss_func, or set one_pass=False"
-            )
-
-    def _own_means(self, model: nn.Module) -> list[tuple[Any, str, OwnMeans]]:
-        """Where the trainer and the model have their losses, and what stands there in one pass: always the same."""
-        if not self._means:
-            models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-            # The outermost, and others that have a loss of their own: to ask the rest for one makes it warn.
-            losses = [one for i, one in enumerate(models) if not i or getattr(one, "loss_type", None) is not None]
-            places: list[tuple[Any, str]] = [(one, "loss_function") for one in losses]
-            own = [(self, name) for name in ("compute_loss_func", "label_smoother") if getattr(self, name) is not None]
-            self._means = [
-                (owner, name, OwnMeans(getattr(owner, name), self.micro_batch_size)) for owner, name in places + own
-            ]
-        return self._means
+        except UnsupportedUse as error:
+            raise UnsupportedUse(f"{error}. With a Trainer, {remedy}") from error
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log κ, ρ, the samples seen and the noise scale beside the loss."""
@@ -334,7 +310,7 @@ class InvariantAdamMixin(_Trainer):
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call]
             if resume_from_checkpoint is None:
                 raise ValueError(f"output_dir={self.args.output_dir!r} has no checkpoint to resume from")
-        self._passed, self._means = 0, []  # of another model perhaps
+        self._passed, self._losses = 0, None  # of another model perhaps
         if not resume_from_checkpoint:
             self.progress.epoch = self.progress.samples = 0
             return super().train(None, *args, **kwargs)
@@ -344,6 +320,22 @@ class InvariantAdamMixin(_Trainer):
                 return super().train(folder, *args, **kwargs)
             finally:
                 self._resumed = None
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Load the weights again, by `from_pretrained`, where the checkpoint has them under other names.
+
+        Some models are saved under older names than they have. The trainer would leave those weights as they are.
+        """
+        folder = self.state.best_model_checkpoint if self._resumed is None else self._resumed.parent
+        if not load_result.unexpected_keys or folder is None:
+            super()._issue_warnings_after_load(load_result)
+            return
+        if not isinstance(self.model, PreTrainedModel):
+            raise ValueError(
+                f"the checkpoint has {load_result.unexpected_keys}, which the model does not: give its own"
+            )
+        saved = type(self.model).from_pretrained(folder, config=self.model.config, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         """Learn how long the run is; make the checkpoint that is loaded next one of this batch size."""
@@ -491,12 +483,3 @@ def _noise_scale(opt: InvariantAdam) -> float | None:
     except RuntimeError:  # a single micro-batch so far, or beta1 = 0
         return None
     return noise if math.isfinite(noise) else None
-
-
-def _uneven(labels: Any, micro_batch_size: int) -> bool:
-    """Whether micro-batches have different numbers of tokens with a loss, per sample."""
-    if not isinstance(labels, Tensor) or labels.ndim < 2:
-        return False
-    counts = labels.ne(_IGNORED).flatten(1).sum(1).double()
-    means = torch.stack([part.mean() for part in counts.split(micro_batch_size)])
-    return bool((means != means[0]).any())

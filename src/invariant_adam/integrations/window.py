@@ -5,6 +5,7 @@ A window is what a trainer calls the batches between two of its updates.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -242,3 +243,63 @@ class OwnMeans:
             some, named = tree_unflatten(part, structure)
             losses.append(self.loss(*some, **named) * (min(M, n - first) / n))
         return torch.stack(losses).sum()
+
+
+_IGNORED = -100  # the label of a token that has no loss
+
+
+class OwnLosses:
+    """Has the losses that Hugging Face's models compute be `OwnMeans`, while a mini-batch is under way.
+
+    Args:
+        model: it, and the models inside of it, are asked for their `loss_function`.
+        micro_batch_size: M, samples.
+        others: more losses, as objects and the names of their attributes.
+    """
+
+    def __init__(self, model: nn.Module, micro_batch_size: int, others: Iterable[tuple[Any, str]] = ()) -> None:
+        library = sys.modules.get("transformers")
+        models = [m for m in model.modules() if library is not None and isinstance(m, library.PreTrainedModel)]
+        # The outermost, and others that have a loss of their own: to ask the rest for one makes it warn.
+        own = [(m, "loss_function") for i, m in enumerate(models) if not i or getattr(m, "loss_type", None) is not None]
+        # Made once: a compiled graph looks whether it is the same.
+        self._means = [(one, name, OwnMeans(getattr(one, name), micro_batch_size)) for one, name in (*own, *others)]
+        self.micro_batch_size = micro_batch_size
+
+    @contextmanager
+    def of(self, samples: int | None, remedy: str, labels: Any = None) -> Iterator[None]:
+        """Take each micro-batch's own mean; refuse a mean over tokens that went another way.
+
+        Args:
+            samples: in the mini-batch; None: not known yet.
+            remedy: what to do where the mean of a micro-batch cannot be had.
+            labels: of its tokens, -100 where there is no loss; anything else tells nothing.
+        """
+        for one, name, means in self._means:
+            setattr(one, name, means)
+            means.batch = 0
+        try:
+            yield
+        finally:
+            for one, name, means in self._means:
+                setattr(one, name, means.loss)
+        sizes = {means.batch for _, _, means in self._means} - {0}
+        if samples is not None and sizes - {samples}:
+            raise ValueError(
+                f"the loss function was called with {sizes} rows for {samples} samples, so that it is not known which "
+                f"belong to one micro-batch; call it with the batch first, or {remedy}"
+            )
+        if not sizes and _uneven(labels, self.micro_batch_size):
+            raise ValueError(
+                "the labels of the micro-batches have different numbers of tokens, and the loss is a mean over all of "
+                f"them: no loss function was called that could be asked for each micro-batch's own mean; {remedy}"
+            )
+
+
+def _uneven(labels: Any, micro_batch_size: int) -> bool:
+    """Whether micro-batches have different numbers of tokens with a loss, per sample."""
+    if not isinstance(labels, Tensor) or labels.ndim < 2:
+        return False
+    counts = labels.ne(_IGNORED).flatten(1).sum(1).double()
+    means = torch.stack([part.mean() for part in counts.split(micro_batch_size)])
+    return bool((means != means[0]).any())

@@ -82,7 +82,7 @@ def _check_gradients(trial: Trial, precise: bool = True) -> None:
         ) from error
     still = all(close(a, b) for a, b in zip(first, second, strict=False))
     del first, second
-    with nullcontext() if still else _evaluating(trial.model):
+    with nullcontext() if still else evaluating(trial.model):
         for double in (True, False) if precise else (False,):  # or the model insists on its own precision
             try:
                 with _in_double(trial) if double else nullcontext(trial) as twin:
@@ -96,7 +96,8 @@ def _check_gradients(trial: Trial, precise: bool = True) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in eval mode in here."""
     with ExitStack() as stack:
         for m in model.modules():
             stack.enter_context(setting(m, "training", m.training))

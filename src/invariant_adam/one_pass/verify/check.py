@@ -14,7 +14,7 @@ gradients and squares themselves are held against a loop (`against_loop`).
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..ops.base import Squaring
 from ..ops.batch_norm import ghosts
 from ..routing import sample_groups
 from ..weight import Lifted
-from .against_loop import check_gradients, coincides, few_of
+from .against_loop import check_gradients, coincides, evaluating, few_of
 from .probe import TOLERANCE, Probe, Record, Trial, close, freed
 
 
@@ -327,9 +327,12 @@ def _check_losses(trial: Trial, outputs: list[Any]) -> None:
         alone = [run(trial.cut(k)) for k in range(groups.kappa)]
         with trial.redrawn():
             again = run(trial.cut(0))
+    still = all(close(alone[0][i], again[i]) for i in losses)
+    with nullcontext() if still else evaluating(trial.model):
+        _check_shares(trial, losses)
+    if not still:
+        return
     for i in losses:
-        if not close(alone[0][i], again[i]):
-            return
         mean, whole = sum(float(out[i]) for out in alone) / groups.kappa, float(outputs[i].detach())
         tolerance = 1e3 * TOLERANCE.get(outputs[i].dtype, 1e-4)
         if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
@@ -337,6 +340,37 @@ def _check_losses(trial: Trial, outputs: list[Any]) -> None:
                 f"the model's scalar output is not a mean over micro-batches: it is {whole:.6g}, theirs have the mean "
                 f"{mean:.6g}. Unequal numbers of tokens need weights=; batch-wide terms need the loop"
             )
+
+
+def _check_shares(trial: Trial, losses: list[int]) -> None:
+    """Each micro-batch must have 1/κ of a loss: by the slope of the loss at the outputs that have samples.
+
+    Where the losses of all samples are about the same, as in a new model, the mean itself does not tell their shares.
+    """
+    groups = trial.mini.groups
+
+    def slopes(outputs: list[Any]) -> list[Tensor | None]:
+        batched = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad and o.ndim]
+        found: list[Tensor | None] = []
+        for i in losses if batched else ():
+            found += torch.autograd.grad(outputs[i], batched, retain_graph=True, allow_unused=True)
+        return found
+
+    whole = trial.run(slopes)[1]
+    for k in range(groups.kappa if any(s is not None for s in whole) else 0):
+        rows = slice(k * groups.micro, (k + 1) * groups.micro)
+        with trial.plainly():
+            alone = trial.cut(k).run(slopes)[1]
+        for got, own in zip(whole, alone, strict=False):
+            if got is None or own is None or got.shape[1:] != own.shape[1:] or got.shape[0] != groups.batch:
+                continue
+            share, own = got[rows].double() * groups.kappa, own.double()
+            if (share - own).norm() > (0.05 if got.dtype.itemsize < 4 else 0.01) * own.norm():
+                raise UnsupportedUse(
+                    f"the model's scalar output is not a mean over micro-batches: number {k} has "
+                    f"{share.norm() / own.norm():.3g} of its share. Unequal numbers of tokens need weights=; "
+                    "batch-wide terms need the loop"
+                )
 
 
 def _find_leaks(mini: MiniBatch, outputs: list[Any]) -> None:
