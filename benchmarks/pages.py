@@ -524,7 +524,7 @@ def versions(rows):
 PAGES = {
     "README.md": {"headline": headline_rows, "transfer": transfer_lines, "speed": speed_line},
     "docs/when_not.md": {"transfer": transfer_lines},
-    "docs/trainers.md": {"transfer": transfer_rows},
+    "docs/trainer_results.md": {"transfer": transfer_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/kernel_tables.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},

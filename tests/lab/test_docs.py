@@ -58,7 +58,7 @@ def test_the_claims_of_the_trainers_page_hold_in_the_results(monkeypatch):
     from trainer_transfer import PARTS, by_method, spreads
 
     rows = json.loads((ROOT / "benchmarks" / "results" / "trainer_transfer.json").read_text())["rows"]
-    page = " ".join((ROOT / "docs" / "trainers.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "trainer_results.md").read_text(encoding="utf-8").split())
     best, tenth, thirtieth = (by_method(rows, part)[2] for part in PARTS)
 
     def loss(runs, size):
