@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from . import share
 from .fold import checks, guards, pair, scalars
 from .fold.launcher import Step
 from .fold.moments import Moments, NonFinite
@@ -113,9 +114,7 @@ class InvariantAdam(Optimizer):
         self.queue = FoldQueue(
             Moments(state_dtype), in_backward=fold == "backward", nonfinite=NonFinite(on_nonfinite == "raise")
         )
-        self.loss_divisor = loss_divisor
-        self.max_micro_norm = max_micro_norm
-        self.process_group = process_group
+        self.loss_divisor, self.max_micro_norm, self.process_group = loss_divisor, max_micro_norm, process_group
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         defaults = {
             "lr": lr,
@@ -155,8 +154,7 @@ class InvariantAdam(Optimizer):
     @property
     def samples_seen(self) -> int:
         """Samples that finished updates consumed; micro-batches, where no `micro_batch_size` was given."""
-        seen: int = self.param_groups[0]["samples_seen"]
-        return seen
+        return int(self.param_groups[0]["samples_seen"])
 
     @property
     def loss_divisor(self) -> float | Callable[[], float]:
@@ -188,6 +186,8 @@ class InvariantAdam(Optimizer):
     def noise_scale(self, smooth: int = 1) -> NoiseScale:
         """Estimate the gradient's signal and noise from the moments, over `smooth` calls; see `noise.noise_scale`."""
         return noise_scale(self, smooth)
+
+    update_share = share.update_share  # how small the open or the last update is
 
     def expect(self, kappa: float) -> None:
         """Declare how many micro-batches the coming update has; without it, as many as the update before.
@@ -282,14 +282,14 @@ class InvariantAdam(Optimizer):
         which makes an average of them, and by 1−P, which takes out the zero they began with (see `fold/scalars.py`).
         Both go into the step's own scalars, so that m, v and w are read once.
         """
-        steps = []
+        steps, self.queue.shares = [], []
         for group, tally, history, params in self.queue.histories():
             lr, eps, decay = checks.as_float(group["lr"]), group["eps"], group["weight_decay"]
             check_hyperparameters(lr, group["betas"], eps, decay)
             rule, rho = RULES[group["rule"]], scalars.rho_at(group, tally.kappa)  # ρ = κM/B₀
             betas = scalars.betas_at(group, tally.kappa)  # 1 − γ′
             new = scalars.close(history, tally, betas)  # c and P after this update
-            self.queue.warn_of_surprise(tally, betas[0], rho)
+            self.queue.note_size(history, tally, betas, rho)
             x, y = scalars.debias(new)  # m̂ = m/x with x = c₁(1−P₁),  √v̂ = √v/y with y² = c₂(1−P₂)
             scaled_lr = lr * rule.lr(rho)  # η′
             keep = 1.0  # 1 − η′λ

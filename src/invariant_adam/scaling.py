@@ -128,6 +128,36 @@ def scale(
     return Hyperparameters(new_lr, new_betas, new_decay)
 
 
+def update_shares(
+    betas: tuple[float, float],
+    *,
+    from_batch: float,
+    to_batch: float,
+    seen: float = math.inf,
+    rule: str = "exponential",
+) -> tuple[float, float]:
+    """Return the shares in m̂ and v̂ of an update of `to_batch` samples: how far from small it is.
+
+        (1 − β′) / (1 − β′^(n+1)),  n = seen / to_batch
+
+    Args:
+        betas: EMA coefficients per update at `from_batch`.
+        from_batch: samples per update where the hyperparameters hold.
+        to_batch: samples of the update, and of those before it.
+        seen: samples before it; 0 for the first update, whose share is 1, inf for the long run.
+        rule: as for `scale`.
+
+    >>> update_shares((0.9, 0.99), from_batch=32, to_batch=128, seen=0)
+    (1.0, 1.0)
+    >>> [round(share, 4) for share in update_shares((0.9, 0.99), from_batch=32, to_batch=128)]
+    [0.3439, 0.0394]
+    """
+    new = scale(0.0, betas, from_batch=from_batch, to_batch=to_batch, rule=rule).betas
+    n = seen / to_batch
+    one, two = ((1 - beta) / (1 - beta ** (n + 1)) for beta in new)
+    return one, two
+
+
 def check_rho(rule: str, rho: float, betas: tuple[float, float], *, batch: float, tuned: float) -> None:
     """Refuse a ρ at which an EMA of the rule would forget more than everything."""
     if not RULES[rule].needs_small:

@@ -50,6 +50,7 @@ class FoldQueue:
         self.watch = DivisorWatch()
         self.update = Update()
         self.surprised = False  # the user was warned of an update whose size nobody announced
+        self.shares: list[tuple[float, float]] = []  # of the last update in m̂ and v̂, for each history
         self.grows = False  # how large the first updates are is chosen: `BatchGrowth` says so
         self._start()
 
@@ -398,15 +399,17 @@ class FoldQueue:
             for alike in self._alike([waiting[p] for p in step.params if p in waiting] if waiting else []):
                 self.launcher.fold_step(alike, step)
 
-    def warn_of_surprise(self, tally: Tally, beta: float, rho: float) -> None:
-        """Warn once of an update so unlike the one before that m forgets far more or less than β₁′.
+    def note_size(self, history: dict[str, Any], tally: Tally, betas: tuple[float, float], rho: float) -> None:
+        """Keep the shares of an update that is closed, and warn of it once where it is not small and nobody said so.
 
-        And of a first update that is larger than the tuned batch, where nobody chose that.
+        So it is if it is so unlike the one before that m forgets far more or less than β₁′; or if it is the first one,
+        and larger than the tuned batch.
         """
+        self.shares.append(scalars.shares(history, tally, betas))
         if tally.a is None and not self.grows and rho > 1 < tally.kappa and not self.moments.groups[0]["samples_seen"]:
             self.grows = True  # once
             checks.warn_of_first_update(tally.kappa, rho)
-        message = None if self.surprised else checks.surprise(tally, beta)
+        message = None if self.surprised else checks.surprise(tally, betas[0])
         if message is not None:
             self.surprised = True
             warnings.warn(message, RuntimeWarning, stacklevel=7)  # the line that calls step()
@@ -419,6 +422,7 @@ class FoldQueue:
         """Go on from moments that were loaded."""
         self.reset()
         self.bind()
+        self.shares = []
         self.watch = DivisorWatch()
         self.watch.look(self, loaded=True)
 

@@ -120,6 +120,14 @@ def close(counters: Counters, tally: Tally, betas: tuple[float, float]) -> Count
     }
 
 
+def shares(counters: Counters, tally: Tally, betas: tuple[float, float]) -> tuple[float, float]:
+    """Return the shares in m̂ and v̂ of an update of `tally.kappa` micro-batches; see `close` for the arguments."""
+    after = close(counters, tally, betas)
+    kept = ((tally.a or betas)[i] / (after[f"norm{i + 1}"] if tally.a else 1.0) for i in (0, 1))
+    one, two = ((1 - keep) / (1 - after[f"debias{i}"]) for i, keep in enumerate(kept, 1))
+    return one, two
+
+
 def debias(counters: Counters) -> tuple[float, float]:
     """Return x, y with m̂ = m/x and √v̂ = √v/y, so that m̂/(√v̂+ε) = (y/x)·m/(√v + ε·y)."""
     return counters["norm1"] * (1 - counters["debias1"]), math.sqrt(counters["norm2"] * (1 - counters["debias2"]))
