@@ -36,6 +36,20 @@ def test_all_pages_are_looked_at():
     assert {page.relative_to(ROOT).as_posix() for page in PAGES} >= {"README.md", "CONTRIBUTING.md", "docs/guide.md"}
 
 
+def test_every_page_is_in_the_menu_of_the_site_once():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r"(\w+)\.md$", menu, re.MULTILINE)
+    made = {"index", "examples", "contributing", "changelog"}  # from files outside of docs/
+    assert sorted(listed) == sorted({page.stem for page in (ROOT / "docs").glob("*.md")} | made)
+
+
+def test_every_public_name_is_in_the_reference():
+    import invariant_adam
+
+    named = re.findall(r"^::: invariant_adam\.([\w.]+)", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(set(invariant_adam.__all__) - {name.partition(".")[0] for name in named}) == []
+
+
 @each_page
 def test_lines_of_prose_fit(page):
     text, _ = parts(page)

@@ -77,6 +77,7 @@ def test_the_claims_of_the_trainers_page_hold_in_the_results(monkeypatch):
     assert f"it ends at {loss(ours, 16):.2f}, AdamW left alone at {loss(plain, 16):.2f}" in other
     assert f"at 8 times it is {loss(ours, 32):.2f} against {loss(plain, 32):.2f}" in other
     lowest = loss(ours, 4)
+    assert f"cost {loss(ours, 16) - lowest:.2f} of the loss" in " ".join((ROOT / "docs" / "faq.md").read_text().split())
     ours, plain, root = tenth.values()
     said = "the spread at the end is {}, that of AdamW {}, under √B {}."
     assert said.format(*(spread(runs, 32) for runs in (ours, plain, root))) in page
