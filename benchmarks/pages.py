@@ -338,6 +338,27 @@ def tokens_rows():
         yield f"| {what} | {row['lengths']} | {row['kappa 4']:.1%} | {row['kappa 16']:.1%} |"
 
 
+def noise_rows():
+    yield "| problem | gradients by | truth, samples | `noise_scale()` | off by |"
+    yield "|---|---|---|---|---|"
+    for row in load("noise_scale")["rows"]:
+        if row["problem"] != "synthetic":
+            found = f"{row['found']:.1f} ± {row['stderr']:.1f}"
+            off = abs(row["found"] / row["truth"] - 1)
+            yield f"| {row['problem']} | {row['mode']} | {row['truth']:.1f} | {found} | {off:.1%} |"
+
+
+def noise_line():
+    rows = [row for row in load("noise_scale")["rows"] if row["problem"] == "synthetic"]
+    truths = [row["truth"] for row in rows]
+    worst = max(abs(row["found"] / row["truth"] - 1) for row in rows)
+    errors = max(abs(row["found"] - row["truth"]) / row["stderr"] for row in rows)
+    yield from prose(
+        f"A synthetic gradient has a noise scale that is set, from {min(truths):.0f} to {max(truths):,.0f} samples. "
+        f"What is found is off by {worst:.1%} and by {errors:.1f} standard errors at most, over {len(rows)} runs:"
+    )
+
+
 def kills_rows():
     for mode in ("ddp", "fsdp2"):
         for name, result, rows in measured(f"faults_kills_{mode}"):
@@ -527,6 +548,7 @@ PAGES = {
     "docs/trainer_results.md": {"transfer": transfer_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
+    "docs/diagnostics.md": {"noise": noise_rows, "calibration": noise_line},
     "docs/kernel_tables.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
     "docs/distributed_results.md": {
         "table": distributed_rows,

@@ -19,7 +19,7 @@ def pool():
     pool.close()
 
 
-EXACT = {"w": 1e-12, "m": 1e-12, "v": 1e-12, "counters": 1e-12, "samples": 0}
+EXACT = {"w": 1e-12, "m": 1e-12, "v": 1e-12, "counters": 1e-12, "samples": 0, "noise": 1e-9}
 
 # Micro-batches of each rank, for five updates: as many, one, unequal, none on some rank, all on one.
 EVEN = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13], [14, 15]], [[16, 17], [18, 19]]]
@@ -50,7 +50,7 @@ def test_ranks_grow_in_alike(pool, ddp, one_pass):
     assert len(set(first["sizes"])) > 2
 
 
-CLOSE = {"w": 1e-6, "m": 1e-6, "v": 1e-6, "counters": 1e-9, "samples": 0}
+CLOSE = {"w": 1e-6, "m": 1e-6, "v": 1e-6, "counters": 1e-9, "samples": 0, "noise": 1e-3}
 
 
 @pytest.mark.parametrize("fold", ["backward", "call"])
@@ -120,7 +120,7 @@ def test_any_split_over_ranks_gives_the_single_result(pool, shard_state):
 
 
 def test_tensor_parallel_is_elementwise(pool):
-    check(pool.run("tensor_parallel", 2), EXACT | {"noise": 1e-9})
+    check(pool.run("tensor_parallel", 2))
 
 
 def test_tensor_beside_data_parallel(pool):
