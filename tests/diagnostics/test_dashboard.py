@@ -8,7 +8,10 @@ from torch import nn
 
 import invariant_adam as ia
 
-NAMES = {"kappa", "rho", "samples_seen", "lr", "update_share", "noise_scale", "noise_scale_stderr"}
+NAMES = {
+    "kappa", "rho", "samples_seen", "lr", "update_share", "update_share_v", "relative_step", "noise_scale",
+    "noise_scale_stderr",
+}  # fmt: skip
 
 
 def train(log, updates=8, kappa=2, groups=1):
@@ -49,6 +52,7 @@ def test_scalars_of_every_nth_update_are_logged():
     assert (last["kappa"], last["rho"], last["lr"]) == (2.0, 1.0, 1e-3)
     assert last["update_share"] == pytest.approx(0.1 / (1 - 0.9**8))
     assert last["noise_scale"] > 0
+    assert 0 < last["relative_step"] < 0.01
     log.remove()
     assert len(wandb.rows) == 4
 

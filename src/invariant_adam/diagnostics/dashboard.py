@@ -41,30 +41,16 @@ class Log:
         for i, each in enumerate(opt.param_groups):
             name = "lr" if len(opt.param_groups) == 1 else f"lr/{i}"
             found[name] = as_float(each["lr"]) * RULES[each["rule"]].lr(scalars.rho_at(each, kappa))
-        share = update_share(opt)
-        if share is not None:
-            found["update_share"] = share
+        share = opt.update_share()
+        found |= {"update_share": share.m, "update_share_v": share.v}
+        if share.relative_step is not None:
+            found["relative_step"] = float(share.relative_step)
         try:
             noise = opt.noise_scale(self.smooth)
         except RuntimeError:  # a single micro-batch so far, or beta1 = 0
             return found
         found |= {"noise_scale": noise.batch, "noise_scale_stderr": noise.stderr}
         return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def update_share(optimizer: InvariantAdam) -> float | None:
-    """The largest share that the last update has in any m̂: γ₁′/(1−P), all of it in a first one; None before it."""
-    shares = []
-    seen: set[Any] = set()
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state.get(p)
-            if not state or not state["kappa"] or (id(group), state["kappa"], state["debias1"]) in seen:
-                continue
-            seen.add((id(group), state["kappa"], state["debias1"]))
-            beta, _ = scalars.betas_at(group, state["kappa"])
-            shares.append(min(1.0, (1 - beta) / (1 - state["debias1"])))
-    return max(shares, default=None)
 
 
 def log_to(
@@ -76,7 +62,7 @@ def log_to(
     smooth: int = 8,
     hook: bool = True,
 ) -> Log:
-    """Log κ, ρ, the learning rate of the update, its share in m, and the noise scale, at every n-th update.
+    """Log κ, ρ, learning rate, shares in m and v and relative step of every n-th update, and the noise scale.
 
     Only those updates wait for the device. Steps are counted in samples seen, so that runs at different batch sizes lie
     over each other.
