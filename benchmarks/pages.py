@@ -307,6 +307,19 @@ def by_model(rows):
     return found.items()
 
 
+def rivals_rows():
+    result = load("rivals_cpu")
+    yield "| method | learning rate | spread | loss | time over AdamW | tensors |"
+    yield "|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        losses = row["losses"].values()
+        cells = (row["method"], f"∝ {row['law']}", f"{row['spread']:.4f}", f"{min(losses):.3f} to {max(losses):.3f}")
+        yield "| " + " | ".join((*cells, f"{row['ratio']:.2f}", f"{row['tensors']:.2f}")) + " |"
+    optimi = next(row["optimi"] for row in result["rows"] if "optimi" in row)
+    yield ""
+    yield from source("rivals_cpu", result | {"torch": f"{result['torch']}, torch-optimi {optimi}"})
+
+
 def peers_rows():
     from invariant_adam_lab.bench.peers import table
 
@@ -546,6 +559,7 @@ PAGES = {
     "README.md": {"headline": headline_rows, "transfer": transfer_lines, "speed": speed_line},
     "docs/when_not.md": {"transfer": transfer_lines},
     "docs/trainer_results.md": {"transfer": transfer_rows},
+    "docs/compared.md": {"rivals": rivals_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/diagnostics.md": {"noise": noise_rows, "calibration": noise_line},

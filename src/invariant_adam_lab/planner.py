@@ -163,9 +163,7 @@ def _warnings(p: Plan) -> list[str]:
     found = []
     large = [row for row in p.rows if row.shares[0] > LARGE]
     if large:
-        rho = math.log(1 - LARGE) / math.log(p.tuned.betas[0]) if p.tuned.betas[0] else 0
-        M = p.tuned.micro_batch or 1
-        limit = math.floor(rho * p.tuned.batch / M) * M if p.rule == "exponential" else 0
+        limit = _largest_small(p, large[0].kappa) * (p.tuned.micro_batch or 1)
         stay = f"stay at or below {limit:,} samples, or " if limit else ""
         found.append(
             f"at B = {large[0].batch:,} an update is {large[0].shares[0]:.0%} of m. The theory is about small updates, "
@@ -181,10 +179,22 @@ def _warnings(p: Plan) -> list[str]:
     return found
 
 
+def _largest_small(p: Plan, large: int) -> int:
+    """The most micro-batches whose share in m is not large, by bisection; 0 where one is too many."""
+    small, M = 0, p.tuned.micro_batch or 1
+    while large - small > 1:
+        kappa = (small + large) // 2
+        h = scale(p.tuned.lr, p.tuned.betas, from_batch=p.tuned.batch, to_batch=kappa * M, rule=p.rule)
+        small, large = (kappa, large) if 1 - h.betas[0] <= LARGE else (small, kappa)
+    return small
+
+
 def _notes(p: Plan) -> list[str]:
     found, M = [], p.tuned.micro_batch or 1
     if p.rule == "square_root":
-        found.append('rule="square_root" is for standard Adam; invariant Adam takes "exponential" or "linear"')
+        found.append(
+            'rule="square_root" is for standard Adam; invariant Adam takes "exponential", "linear" or "long_momentum"'
+        )
     elif any(row.kappa == 1 for row in p.rows):
         found.append(f"at B = {M:,} an update is one micro-batch: standard Adam")
     if p.rule != "square_root" and p.tuned.batch > M:

@@ -12,6 +12,9 @@ from invariant_adam_lab.cli import app
 SOURCE = str(Path(invariant_adam.__file__).parents[1])
 
 
+EVERY = ("verify", "scale", "check", "demo", "data", "figures", "reproduce", "bench", "bench rivals")
+
+
 def run(*arguments):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
@@ -67,9 +70,7 @@ def test_help_helps():
         assert "--json" in result.output
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in ("scale", "demo", "reproduce", "bench"))]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([*name.split(), "--help"] for name in EVERY)])
 def test_help_and_version_import_neither_torch_nor_matplotlib(arguments):
     code = (
         "import sys; from invariant_adam_lab.__main__ import main\n"

@@ -24,7 +24,7 @@ from ..record import Rows
 from .allocated import growth, size_of
 from .one_pass import Case, CaseStep, Job, Tell, failure, title
 
-__all__ = ["HEAD", "cells", "measure", "title"]
+__all__ = ["HEAD", "cells", "growth", "measure", "title"]
 HEAD = ("method", "M", "tensors", "held MiB", "peak MiB", "peak − bare MiB")
 
 

@@ -115,6 +115,7 @@ class RuleName(str, enum.Enum):
 
     exponential = "exponential"
     linear = "linear"
+    long_momentum = "long_momentum"
     square_root = "square_root"
 
 
