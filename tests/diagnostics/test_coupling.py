@@ -181,6 +181,25 @@ def test_what_is_random_without_a_seed_is_named():
     assert find(net(Apply(unseeded))) == [("random", "1")]
 
 
+def test_what_is_random_now_and_then_is_not_taken_for_a_coupling():
+    import random
+
+    own = random.Random(0)
+    skips = Apply(lambda x: x + x.sin() if own.random() > 0.3 else x)
+    assert find(net(skips)) == [("random", "1")]
+    assert set(find(net(nn.Sequential(skips, nn.BatchNorm1d(12))))) == {("random", "1.0"), ("layer", "1.1")}
+
+
+def test_a_small_part_of_the_loss_over_all_samples_is_found():
+    def balanced(model, batch):
+        z = model(batch[0])
+        return F.cross_entropy(z, batch[1]) + 0.1 * z.softmax(-1).mean(0).square().sum()
+
+    assert find(net(nn.LayerNorm(12)), balanced) == [("loss", "")]
+    two = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 2))  # gradients of two classes lie on a line
+    assert find(two, balanced) == [("loss", "")]
+
+
 def test_the_model_is_left_as_it_was():
     model = net(nn.Sequential(nn.BatchNorm1d(12), nn.Dropout(0.5).eval()))
     before = {name: t.clone() for name, t in model.state_dict().items()}

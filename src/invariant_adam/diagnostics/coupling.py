@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .runs import LossFn, loss_of, randomness, seeded, unchanged
@@ -73,12 +74,13 @@ def find_coupling(model: nn.Module, loss_fn: LossFn, batch: Batch, other: Batch,
     with randomness(), torch.compiler.set_stance("force_eager"):
         samples = length(batch)
         keeps: list[Keep] = [(i,) for i in sorted({0, samples // 2, samples - 1})]
-        if samples > 2:  # two samples tell a factor that they share from one that is each one's own
-            keeps.append((0, samples - 1))
+        if samples > 2:  # several samples tell a factor that they share from one that is each one's own
+            keeps.append(tuple(range(0, samples, 2)))
         for keep in keeps:
             run = _runner(model, loss_fn, seed, samples, keep)
             base, again = run(batch), run(batch)
-            random = _random(base, again)
+            more = [run(batch) for _ in range(4)] if keep is keeps[0] else []  # what is random now and then
+            random = [name for each in (again, *more) for name in _random(base, each)]
             add("random", random)
             if samples == 1:
                 break
@@ -93,6 +95,10 @@ def find_coupling(model: nn.Module, loss_fn: LossFn, batch: Batch, other: Batch,
             kind, where = ("", "") if random else _loss(base, again, changed, len(keep) == 1 and samples > 2)
             if kind:
                 losses.append((kind, where, bool(layers)))
+    # What is random by itself differs without any exchange, and so does all that comes after it.
+    if any(one.kind == "random" for one in found.values()):
+        known = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+        return [one for one in found.values() if one.kind == "random" or one.where in known]
     # A layer that couples samples changes their gradients too, and those of some places alone, as a cumsum does.
     behind = any(one.kind == "layer" for one in found.values())
     for kind in ("loss", "factor"):
@@ -336,11 +342,13 @@ def _loss(base: list[_Call], again: list[_Call], changed: list[_Call], single: b
 
 
 def _proportional(a: list[Rows], b: list[Rows]) -> bool:
-    """Whether one gradient is a multiple of the other, in the way in which their rows agree best."""
-    best = 0.0
+    """Whether all that changed is a factor: what is left of the change without it is small, in one way to see rows."""
     for (_, x), (_, y) in zip(a, b, strict=False):
-        if x.shape == y.shape and x.numel() > 1:
-            u, v = x.double().flatten(), y.double().flatten()
-            size = float(u.norm() * v.norm())
-            best = max(best, float(u @ v) / size if size else 0.0)
-    return best > 1 - 1e-6
+        if x.shape != y.shape or x.numel() < 2:
+            continue
+        u, v = x.double().flatten(), y.double().flatten()
+        factor = (u @ v) / (u @ u).clamp_min(1e-300)
+        rounding = 0.2 * _ALIKE.get(x.dtype.itemsize, 1e-4) * float(u.norm())
+        if float((v - factor * u).norm()) <= 0.05 * float((v - u).norm()) + rounding:
+            return True
+    return False
