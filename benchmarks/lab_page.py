@@ -7,6 +7,8 @@ import math
 import statistics
 from pathlib import Path
 
+import lab_speed
+
 from invariant_adam_lab import record
 from invariant_adam_lab.results import curves as lab
 from invariant_adam_lab.results import measures
@@ -27,6 +29,15 @@ questions that they leave open.
 - The *ratio* is the spread of standard Adam with η ∝ √B over that of the row. Both are over the same batch sizes, seeds
   and epochs.
 - η₀ is the learning rate at the largest batch size.
+
+<!-- speed -->
+<!-- /speed -->
+
+<!-- grown -->
+<!-- /grown -->
+
+<!-- metrics -->
+<!-- /metrics -->
 
 <!-- spreads -->
 <!-- /spreads -->
@@ -74,6 +85,9 @@ def blocks(root, folder):
     figure = _Figures(root, found)
     return {
         "sources": lambda: sources(found),
+        "speed": lambda: lab_speed.speed_rows(found, figure),
+        "grown": lambda: lab_speed.grown_rows(root),
+        "metrics": lambda: lab_speed.metric_rows(found),
         "spreads": lambda: spread_rows(found, pair, figure),
         "critical": lambda: critical_rows(found, rows, figure),
         "warmup": lambda: warmup_rows(found, rows, figure),
@@ -109,7 +123,7 @@ def summary(folder):
     yield ""
     yield from spread_table(found, _chosen(found, measures.spreads(found))[-1])
     yield ""
-    yield f"![the spread over batch sizes against the learning rate]({FIGURES.as_posix()}/spread.png)"
+    yield f"![the spread over batch sizes against the final loss]({FIGURES.as_posix()}/speed.png)"
 
 
 class _Figures:
@@ -216,8 +230,8 @@ def spread_table(found, pair, *, shorter=False):
                 for lr0 in sorted({row.lr0 for row in pair})}  # fmt: skip
     tried = [lr0 for lr0, models in having.items() if models]
     rates = [lr0 for lr0 in tried if 2 * having[lr0] > len(first)] or tried  # what few have is blank in most rows
-    yield "Spreads of invariant (η ∝ B) and standard Adam (η ∝ √B), and their ratio" + (
-        ":" if rates == tried else ", at the learning rates that most models have:"
+    yield "Spreads of standard (η ∝ √B) and invariant Adam (η ∝ B), their ratio, and the ratio at equal final loss" + (
+        ":" if rates == tried else "\nat the learning rates that most models have:"
     )
     yield ""
     rows = []
@@ -243,9 +257,12 @@ def _beside(found, model, ours, lr0, without=None):
         alone = ((s.algorithm, measures.measure(side)) for s, side in zip((ours, ours.rival), sides, strict=True))
         alone = [(name, spread) for name, spread in alone if not math.isnan(spread.value)]
         return next(((f"{name} alone: {say(s.value)}", s.batch_sizes) for name, s in alone), ("", []))
-    text = f"{say(below.value)}, {say(above.value)}"
+    text = f"{say(above.value)}, {say(below.value)}"
     text += f": **{times(ratio(below.value, above.value))}**" if math.isfinite(below.value) else ""
-    return text + _seeds(sides, below, above), below.batch_sizes
+    text += _seeds(sides, below, above)
+    if without is None:
+        text += f"; at equal loss {lab_speed.at_loss(found, model, ours, lr0, sizes=below.batch_sizes)}"
+    return text, below.batch_sizes
 
 
 def _seeds(sides, below, above):
@@ -264,7 +281,7 @@ def _seeds(sides, below, above):
         return ""
     columns = zip((say, say, times), zip(*values, strict=True), strict=True)
     a, b, c = (f"{form(min(column))}–{form(max(column))}" for form, column in columns)
-    return f" ({len(values)} seeds{f', B = {listed(below.batch_sizes)}' * fewer}: {a}, {b}: {c})"
+    return f" ({len(values)} seeds{f', B = {listed(below.batch_sizes)}' * fewer}: {b}, {a}: {c})"
 
 
 def _named(cells, usual):
@@ -300,11 +317,13 @@ def warmup_rows(found, rows, figure):
         pair = alike(found, (model, cold, lr0), (model, warm, lr0)) if warm != cold else []
         if not pair:
             continue
-        ratios = ["", ""]
+        ratios = ["", "", "", ""]
         if warm != warm.rival:
             four = alike(found, *((model, series, lr0) for series in (cold, warm, cold.rival, warm.rival)))
             said = f" (B = {over(four[0])})" if four and over(four[0]) != over(pair[0]) else ""
             ratios = [times(ratio(four[i].value, four[i + 2].value)) + said for i in (0, 1)] if four else ratios
+            sizes = pair[0].batch_sizes
+            ratios = ratios[:2] + [lab_speed.at_loss(found, model, s, lr0, sizes=sizes) for s in (cold, warm)]
         label = f"{lab.NAMES[warm.algorithm]}, {warm.law}"
         values = (*(say(spread.value) for spread in pair), *ratios)
         models.append(model)
@@ -313,7 +332,7 @@ def warmup_rows(found, rows, figure):
         yield "## A warm-up in samples"
         yield ""
         head = ("model", "optimizer", "η₀", "samples", "batch sizes", "spread without", "spread with", "ratio without")
-        yield from table((*head, "ratio with"), cells)
+        yield from table((*head, "ratio with", "at equal loss, without", "at equal loss, with"), cells)
         yield from figure.each("curves-warmup", "losses and accuracies over epochs with a warm-up", models)
 
 
@@ -325,16 +344,20 @@ def rival_rows(found, paper, figure):
     for model, series, lr0 in (row[:3] for row in paper if row.series[:2] in RIVALS):
         for ours in dict.fromkeys(r.series for r in paper if (r.model, r.series[:2]) == (model, PAPER)):
             if ours.rival == series.rival:
-                spreads = alike(found, *((model, s, lr0) for s in (series, ours, ours.rival)))
+                spreads = alike(found, *((model, s, lr0) for s in (series, ours.rival, ours)))
                 label = f"{lab.NAMES[series.algorithm]}, {series.law}"
                 if spreads:
                     models.append(model)
-                    cells.append((title(model), rate(lr0), over(spreads[0]), label, *(say(s.value) for s in spreads)))
+                    ends = [measures.final(found.group(model, s, lr0)) for s in (series, ours.rival, ours)]
+                    values = (f"{say(s.value)} ({say(end, '.3g')})" for s, end in zip(spreads, ends, strict=True))
+                    cells.append((title(model), rate(lr0), over(spreads[0]), label, *values))
     if not cells:
         return
     yield "## The rivals"
     yield ""
-    names = ("Invariant Adam, η ∝ B", "Standard Adam, η ∝ √B")
+    yield "Spreads at equal η₀, each with the final training loss of its runs: what trains slower lies closer together."
+    yield ""
+    names = ("Standard Adam, η ∝ √B", "Invariant Adam, η ∝ B")
     yield from table(("model", "η₀", "batch sizes", "rival", "its spread", *names), cells)
     yield from figure.each("all", "training loss and test accuracy of every optimizer", models)
 
@@ -347,6 +370,7 @@ def tuned_rows(found, figure):
             if len(row.tried) >= measures.TRIED:
                 chosen.setdefault((row.batch_size, row.series), []).append(row)
         columns = [series for series in found.series(model) if any(series == other for _, other in chosen)]
+        columns.sort(key=lambda series: series.algorithm != "standard")  # the paper's order
         cells = []
         for size in sorted({size for size, _ in chosen}):
             row = {series: chosen[size, series] for series in columns if (size, series) in chosen}
@@ -501,15 +525,15 @@ def norm_rows(found, paper, figure):
         for ours in dict.fromkeys(r.series for r in paper if (r.model, r.series[:2]) == (model, PAPER)):
             if ours.rival != series.rival:
                 continue
-            three = [(model, s, lr0) for s in (ours, ours.rival, series)]
-            other = [("resnet-ln", s, lr0) for s in (ours, ours.rival)] if model == "resnet-bn" else []
+            three = [(model, s, lr0) for s in (ours.rival, series, ours)]
+            other = [("resnet-ln", s, lr0) for s in (ours.rival, ours)] if model == "resnet-bn" else []
             rows = [alike(found, *three), alike(found, *three, *other) if other else []]
             if rows[1] and over(rows[0][0]) == over(rows[1][0]):
                 del rows[0]
             for spreads in filter(None, rows):
                 texts = [say(spread.value) for spread in spreads]
                 cells.append((title(model), rate(lr0), over(spreads[0]), *texts, *[""] * (5 - len(texts))))
-    names = ("invariant", "standard", "standard, accumulated", "layer norm: invariant", "layer norm: standard")
+    names = ("standard", "standard, accumulated", "invariant", "layer norm: standard", "layer norm: invariant")
     yield from table(("model", "η₀", "batch sizes", *(f"spread, {name}" for name in names)), cells)
     yield from figure.each("norm", "difference between batch sizes over epochs, beside layer norm")
 

@@ -502,6 +502,18 @@ def lab_rows():
         yield from lab_page.summary(ROOT / LAB)
 
 
+def claim_rows():
+    import paper_page
+
+    yield from paper_page.claim_rows(ROOT)
+
+
+def curve_rows():
+    import paper_page
+
+    yield from paper_page.curve_rows(ROOT)
+
+
 TRAINERS = {
     "invariant": "`InvariantTrainer`",
     "adamw": "`Trainer`, AdamW",
@@ -560,6 +572,7 @@ PAGES = {
     "docs/when_not.md": {"transfer": transfer_lines},
     "docs/trainer_results.md": {"transfer": transfer_rows},
     "docs/compared.md": {"rivals": rivals_rows},
+    "docs/paper.md": {"claims": claim_rows, "curves": curve_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/diagnostics.md": {"noise": noise_rows, "calibration": noise_line},

@@ -11,7 +11,7 @@ import pytest
 from lab_results import FULL, PAIR, rows, same, uneven, write
 
 from invariant_adam_lab.results.curves import load
-from invariant_adam_lab.results.measures import best, compare, measure
+from invariant_adam_lab.results.measures import best, compare, floor, matched, measure
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,7 +115,10 @@ def test_the_page_of_the_results_comes_with_the_first_results(pages, tmp_path):
     text = filled(pages, tmp_path)
     assert "`invariant-adam reproduce resnet-ln`" in text
     # No heading of an experiment that was not made.
-    assert headings(text) == ["The trajectories", "Where it breaks", "Seconds per epoch", "Where the numbers are from"]
+    assert headings(text) == [
+        "At the same speed", "Every metric", "The trajectories", "Where it breaks", "Seconds per epoch",
+        "Where the numbers are from",
+    ]  # fmt: skip
     figure = tmp_path / "docs" / "figures" / "lab" / "resnet-ln-curves.png"
     figure.parent.mkdir(parents=True)
     figure.touch()
@@ -204,9 +207,9 @@ def test_rivals_rules_and_norms_are_compared_over_the_batch_sizes_they_have(unev
     for row in rivals:
         # Of one micro-batch the first two are Adam with the learning rate of invariant Adam, which has the run.
         sizes = (100, 400, 800) if "half-life" in row["rival"] else (25, 100, 400, 800)
-        values = [by_hand(found, sizes, lr0=1e-4, **side) for side in (OURS, THEIRS)]
+        values = [by_hand(found, sizes, lr0=1e-4, **side) for side in (THEIRS, OURS)]
         assert (row["η₀"], row["batch sizes"]) == ("1e-4", ", ".join(map(str, sizes)))
-        assert list(row.values())[-2:] == [f"{value:.2g}" for value in values]
+        assert [cell.split(" (")[0] for cell in list(row.values())[-2:]] == [f"{value:.2g}" for value in values]
     rules = tables(text, "rules")
     assert [(row["η₀"], row["batch sizes"]) for row in rules] == [("1e-4", "100, 400"), ("1e-3", "100, 400")]
     for row, lr0 in zip(rules, (1e-4, 1e-3), strict=True):
@@ -294,27 +297,27 @@ def test_the_spreads_name_their_batch_sizes_and_how_far_seeds_lie_apart(uneven_p
     means = [sum(side) / 3 for side in sides]
     ratios = [above / below for below, above in zip(*sides, strict=True)]
     cell = row["η₀ = 1e-4"]
-    assert cell.startswith(f"{means[0]:.2g}, {means[1]:.2g}: **{means[1] / means[0]:.0f}** (3 seeds: ")
-    assert cell.endswith(f": {min(ratios):.0f}–{max(ratios):.0f})")
+    assert cell.startswith(f"{means[1]:.2g}, {means[0]:.2g}: **{means[1] / means[0]:.0f}** (3 seeds: ")
+    assert f": {min(ratios):.0f}–{max(ratios):.0f}); at equal loss " in cell
     assert min(ratios) < means[1] / means[0] < max(ratios)
     assert "seeds" not in row["η₀ = 1e-5"]
     assert shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]["η₀ = 1e-3"] == ""
     without = next(row for row in tables(text, "spreads") if row[""] == "the same without B = 800")
     below, above = (by_hand(found, (25, 100, 400), lr0=1e-5, **side) for side in (OURS, THEIRS))
-    assert without["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}**"
+    assert without["η₀ = 1e-5"] == f"{above:.2g}, {below:.2g}: **{above / below:.0f}**"
 
 
 def test_the_spreads_are_at_learning_rates_that_most_models_have(pages, uneven_page, tmp_path):
     found, text = uneven_page
     names = [f"η₀ = {lr0}" for lr0 in ("1e-5", "1e-4", "1e-3")]
     assert list(tables(text, "spreads")[0]) == ["", *names]  # neither 3e-4 of batch norm alone nor the stray run
-    assert "and their ratio, at the learning rates that most models have:" in text
+    assert "at equal final loss\nat the learning rates that most models have:" in text
     write(tmp_path / pages.LAB / "uneven", [row for row in found if same(row, model="resnet-bn")])
     text = filled(pages, tmp_path)
     row = tables(text, "spreads")[0]
     assert list(row) == ["", *names[:2], "η₀ = 3e-4", *names[2:]]
     assert row["η₀ = 3e-4"].endswith(" (B = 100, 400)")
-    assert "and their ratio:" in text
+    assert "the ratio at equal final loss:" in text
 
 
 def test_figures_are_linked_of_the_models_in_the_table(pages, tmp_path):
@@ -349,7 +352,8 @@ def test_what_one_side_lacks_is_not_in_the_spread_of_the_other(pages, tmp_path):
     shown = {row[""]: row for row in tables(filled(pages, tmp_path), "spreads")}
     row = shown["ResNet-18, batch norm, M = 25, B = 25, 100, 400, 800, 3 epochs"]
     below, above = (by_hand(found, (100, 400, 800), lr0=1e-5, **side) for side in (OURS, THEIRS))
-    assert row["η₀ = 1e-5"] == f"{below:.2g}, {above:.2g}: **{above / below:.0f}** (B = 100, 400, 800)"
+    assert row["η₀ = 1e-5"].startswith(f"{above:.2g}, {below:.2g}: **{above / below:.0f}**; at equal loss ")
+    assert row["η₀ = 1e-5"].endswith(" (B = 100, 400, 800)")
     assert " (3 seeds, B = 25, 100, 800: " in row["η₀ = 1e-4"]  # no mean over other batch sizes
     alone = by_hand(found, (100, 400, 800), lr0=1e-5, model="resnet-ln", **OURS)
     row = shown["ResNet-18, layer norm, M = 25, B = 100, 400, 800, 3 epochs"]
@@ -363,7 +367,7 @@ def test_a_stray_micro_batch_size_does_not_take_the_place_of_the_papers(pages, t
     (row, _) = tables(filled(pages, tmp_path), "spreads")
     assert list(row)[1:] == [f"η₀ = {lr0}" for lr0 in ("1e-5", "1e-4", "1e-3")]  # one batch size has no column
     below = by_hand(found, (25, 100, 400, 800), lr0=1e-4, **OURS)
-    assert row["η₀ = 1e-4"].startswith(f"{below:.2g}, ")
+    assert f", {below:.2g}: " in row["η₀ = 1e-4"]
 
 
 def test_a_ramp_is_compared_within_its_seeds(pages, tmp_path):
@@ -426,6 +430,41 @@ def test_the_short_answers_of_the_results_page_are_those_of_the_results(lab_resu
     assert f"makes it {warm[0]:.1f} with layer norm ({warm[1]:.0f} without B = 800)" in page
     assert f"but for batch norm ({at('resnet-bn', 1e-3):.1f})" in page
     assert all(at(model, 1e-3) <= 2.5 for model in ("resnet-ln", "vit", "gpt"))
+
+
+def test_the_ratios_at_equal_loss_of_the_results_page_are_those_of_the_results(lab_results):
+    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+
+    def at(model, lr0):
+        (ours,) = (s for s in lab_results.paper_pair(model) if s.algorithm == "invariant")
+        return matched(lab_results, model, ours, lr0)
+
+    models = ("resnet-bn", "vit", "gpt", "resnet-ln")
+    bn, vit, gpt, ln = (at(model, 1e-4).ratio for model in models)
+    assert f"{bn:.0f} (batch norm), {vit:.1f} (ViT), {gpt:.1f} (GPT) and {ln:.1f} (layer norm) at 1e-4" in page
+    bn, vit, gpt, ln = (at(model, 1e-3).ratio for model in models)
+    assert f"At 1e-3 it is {bn:.1f} with batch norm, and below 1 elsewhere" in page
+    assert max(vit, gpt, ln) < 1
+    assert {at(model, 1e-5).why for model in models} == {"outside the range tried"}
+
+
+def test_growing_in_on_a_cpu_is_what_the_results_page_says_it_is():
+    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    found = load(ROOT / "benchmarks" / "results" / "lab_tiny")
+    (grown,) = (s for s in found.paper("gpt") if s.grow)
+    as_is, cut = (measure(found.group("gpt", s, 3e-3), metric="end_train_loss").value
+                  for s in (grown._replace(grow=0.0), grown))  # fmt: skip
+    least = floor(found, "gpt", grown, 3e-3, "end_train_loss")
+    assert f"it falls from {as_is:.2g} to {cut:.2g} at η₀ = 3e-3, where the order floor is {least:.2g}" in page
+
+
+def test_where_the_page_about_the_paper_disagrees(lab_results):
+    spread = functools.partial(spread_of, lab_results)
+    assert spread("vit", "invariant", 1e-3) > 0.01 > spread("vit", "invariant", 1e-3, (25, 100))
+    (vit,) = (s for s in lab_results.paper_pair("vit") if s.algorithm == "invariant")
+    assert matched(lab_results, "vit", vit, 1e-3).ratio < 1
+    assert spread("resnet-ln", "invariant", 1e-4) > 0.01 > spread("resnet-ln", "invariant", 1e-4, (25, 100, 400))
+    assert spread("resnet-ln", "invariant", 1e-3) > spread("resnet-ln", "standard", 1e-3)
 
 
 def test_the_claims_of_the_results_page_about_trajectories_hold(lab_results):

@@ -439,7 +439,8 @@ def test_the_command_draws_everything_there_are_runs_for(tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     parts = ("curves", "curves-warmup", "all", "batch-size", "best", "rules", "ramp")
     drawn = {f"resnet-bn-{part}.{form}" for part in parts for form in ("png", "svg")}
-    assert names == drawn | {"spread.png", "spread.svg", "spreads.json", "report.html"}
+    drawn |= {f"{name}.{form}" for name in ("spread", "speed", "speed-test") for form in ("png", "svg")}
+    assert names == drawn | {"spreads.json", "report.html"}
     for name in names:
         assert f"wrote {tmp_path / 'out' / name}" in result.stderr
     assert "one batch size: nothing to compare" in result.stdout
@@ -578,9 +579,10 @@ def test_what_was_tried_at_one_batch_size_has_no_panel(tmp_path):
     found = rows(**SMALL) + rows(algorithms=(("micro", "none"), ("adama", "linear")), sizes=(25,), rates=(1e-4,))
     found += rows(algorithms=(("halflife", "none"),), **SMALL)
     drawn = dict(figures.figures(load(write(tmp_path, [row for row in found if row["epoch"] <= 3]))))
-    for name in ("resnet-bn-all", "resnet-bn-batch-size"):
+    one, two = ["Invariant Adam", "Standard Adam", "Adam"], ["Standard Adam", "Invariant Adam", "Adam"]
+    for name, order in (("resnet-bn-all", one), ("resnet-bn-batch-size", two)):
         titles = [ax.get_title(loc="left") for ax in drawn[name].axes]
-        assert [title.split(",")[0] for title in titles if title] == ["Invariant Adam", "Standard Adam", "Adam"]
+        assert [title.split(",")[0] for title in titles if title] == order
 
 
 def test_a_learning_rate_has_one_colour_in_all_figures(tmp_path):
@@ -595,7 +597,7 @@ def test_a_learning_rate_has_one_colour_in_all_figures(tmp_path):
             if text.get_text() in named:
                 assert line.get_color() == named[text.get_text()]
                 seen.add(text.get_text())
-    assert seen == set(named)
+    assert seen == set(named) - {"η₀ = 3·10⁻³"}  # of one run that fits nowhere
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 20])

@@ -110,7 +110,7 @@ def draw(found: Results, out: Path) -> list[Path]:
 def print_spreads(found: Results) -> None:
     """Print how far the batch sizes of each optimizer lie apart, and how much farther standard Adam's do."""
     from ..results.curves import rate
-    from ..results.measures import spreads
+    from ..results.measures import floor, matched, spreads
 
     def say(value: float) -> str:
         return "" if math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
@@ -118,7 +118,7 @@ def print_spreads(found: Results) -> None:
     table = new_table("Spread over batch sizes of the log training loss")
     for name in ("model", "optimizer"):
         table.add_column(name)
-    for name in ("η₀", "spread", "ratio"):
+    for name in ("η₀", "spread", "floor", "ratio", "at loss"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = spreads(found)
     for row, after in zip_longest(rows, rows[1:]):
@@ -127,8 +127,12 @@ def print_spreads(found: Results) -> None:
             found.label(row.model, row.series),
             rate(row.lr0),
             say(row.spread.value),
+            say(floor(found, *row[:3])),
             say(row.ratio),
+            "" if row.series == row.series.rival else say(matched(found, *row[:3]).ratio),
             end_section=after is None or after[:2] != row[:2],
         )
     stdout.print(table)
     stdout.print("ratio: the spread of standard Adam, η ∝ √B, over the row's, over the same runs and epochs")
+    stdout.print("at loss: the same where both end at the same loss; empty where standard Adam was not tried there")
+    stdout.print("floor: the order floor, the least that can be reached; empty without runs of --order")

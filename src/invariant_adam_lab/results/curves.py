@@ -91,8 +91,12 @@ class Curve(NamedTuple):
     @property
     def losses(self) -> dict[float, float]:
         """The training loss by epoch, without an epoch 0 before training."""
-        pairs = zip(self.columns["epoch"], self.columns["train_loss"], strict=True)
-        return {epoch: loss for epoch, loss in pairs if epoch > 0}
+        return self.values("train_loss")
+
+    def values(self, metric: str) -> dict[float, float]:
+        """A metric by epoch, without an epoch 0 before training; nan where it was not measured."""
+        pairs = zip(self.columns["epoch"], self.columns[metric], strict=True)
+        return {epoch: value for epoch, value in pairs if epoch > 0}
 
     @property
     def at(self) -> str:

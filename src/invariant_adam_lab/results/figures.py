@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .. import record
+from . import speed
 from .curves import METRICS, MODELS, Curve, Results, Series, by_batch_size
 from .measures import (
     TOLERANCE,
@@ -72,6 +73,10 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
     with matplotlib.rc_context(STYLE):
         if any(math.isfinite(row.spread.value) for row in spreads(results)):
             yield "spread", spread_figure(results)
+        everywhere = all(_measured(run, "end_train_loss") for run in results.runs)
+        for name, metric in (("speed", "end_train_loss" if everywhere else "train_loss"), ("speed-test", "test_loss")):
+            if any(speed.points(results, model, metric) for model in results.models):
+                yield name, speed.speed_figure(results, metric)
         for model in results.models:
             every = results.series(model)
             pairs = [(s.rival, s) for s in every if s.algorithm == "invariant" and s.rival in every]
@@ -88,7 +93,7 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
             compared = [series for series in every if _several(results, model, series, rates)]
             if not set(compared) <= {series for pair in pairs[:1] for series in pair}:
                 yield f"{model}-all", curves_figure(results, model, compared, ("train_loss", "test_accuracy"), rates)
-            constant = [series for series in every if _several(results, model, series)]
+            constant = _everywhere(results, model, every)
             if constant:
                 yield f"{model}-batch-size", batch_size_figure(results, model, constant)
                 if any(len(row.tried) > 1 for row in best(results, model, "train_loss")):
@@ -438,6 +443,18 @@ def _seeds(curves: Iterable[Sequence[Curve]]) -> str:
 
 def _several(results: Results, model: str, series: Series, rates: Collection[float] | None = None) -> bool:
     return len({run.batch_size for run in results.group(model, series) if rates is None or run.lr0 in rates}) > 1
+
+
+def _everywhere(results: Results, model: str, every: Sequence[Series]) -> list[Series]:
+    """Return the series with the most batch sizes and several learning rates: others would leave panels half empty."""
+    tried = {s: {(run.batch_size, run.lr0) for run in results.group(model, s)} for s in every}
+    sizes = {s: len({size for size, _ in found}) for s, found in tried.items()}
+    most = max(sizes.values(), default=0)
+    if most < 2:
+        return []
+    whole = [s for s in every if sizes[s] == most]
+    whole = [s for s in whole if len({lr0 for _, lr0 in tried[s]}) > 1] or whole
+    return sorted(whole, key=lambda s: (s.warmup_samples, s.grow, s.algorithm != "standard"))  # the paper's order
 
 
 def _measured(run: Curve, metric: str) -> bool:

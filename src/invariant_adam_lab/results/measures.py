@@ -1,10 +1,15 @@
 """Curves -> their spread over batch sizes, where it breaks, and what the best learning rate reaches.
 
+A spread is held against two others. At equal η₀, which holds at B_max, the optimizers do not train at the same speed,
+and slower runs lie closer together; so standard Adam's is also read off at the same final loss (`matched`). And no
+optimizer that sees a block of B_max samples at once can do better than the order floor (`floor`).
+
 Runs that diverged, stopped early or are missing are named beside every number that they touch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -13,6 +18,8 @@ from typing import Any, NamedTuple
 from .curves import METRICS, Curve, Results, Series, by_batch_size, rate
 
 TOLERANCE = 0.01  # a spread of 0.01 is 1 % of the loss: beyond it invariance is said to break
+OUTSIDE = "outside the range tried"
+NOT_MEASURED = "not measured"
 
 
 def spread(curves: Sequence[Sequence[float]]) -> float:
@@ -51,7 +58,12 @@ def level(runs: Iterable[Curve]) -> list[Curve]:
     return [found[size] for found in by_seed.values() if set(sizes) <= set(found) for size in sizes]
 
 
-def measure(runs: Sequence[Curve], epochs: Iterable[float] | None = None, expected: Iterable[int] = ()) -> Spread:
+def measure(
+    runs: Sequence[Curve],
+    epochs: Iterable[float] | None = None,
+    expected: Iterable[int] = (),
+    metric: str = "train_loss",
+) -> Spread:
     """Measure the spread of runs that differ only in batch size and seed.
 
     Batch sizes are compared within a seed, where all see the same samples, and the seeds then averaged. A seed that
@@ -62,6 +74,8 @@ def measure(runs: Sequence[Curve], epochs: Iterable[float] | None = None, expect
         runs: what is compared.
         epochs: count these epochs only.
         expected: batch sizes to name where they are missing.
+        metric: of a loss the spread is that of its logarithm; of an accuracy it is the difference of shares. No number
+            where a run did not measure it.
     """
     counted = level(runs)
     sizes, seeds = (sorted({getattr(run, name) for run in counted}) for name in ("batch_size", "seed"))
@@ -69,7 +83,7 @@ def measure(runs: Sequence[Curve], epochs: Iterable[float] | None = None, expect
     tame = [run for run in counted if run.diverged is None]
     shared = set.intersection(*(set(run.losses) for run in tame)) if tame else set()
     chosen = sorted(shared if epochs is None else shared & set(epochs))
-    finite = {seed: _over([run for run in tame if run.seed == seed], chosen) for seed in seeds}
+    finite = {seed: _over([run for run in tame if run.seed == seed], chosen, metric) for seed in seeds}
     per_seed = finite | {
         # One batch size learns and another does not: no number says how far apart they are.
         seed: math.inf if any(run.seed == seed for run in tame) else math.nan
@@ -109,22 +123,29 @@ def in_common(sides: Sequence[Sequence[Curve]]) -> list[list[Curve]]:
     return [level(run for run in side if (run.batch_size, run.seed) in shared) for side in sides]
 
 
-def compare(sides: Sequence[Sequence[Curve]]) -> list[Spread]:
+def compare(sides: Sequence[Sequence[Curve]], metric: str = "train_loss") -> list[Spread]:
     """Measure the spread of each side over the batch sizes, seeds and epochs that all of them have."""
     kept = in_common(sides)
     curves = [set(run.losses) for side in kept for run in side if run.diverged is None]
     epochs = set.intersection(*curves) if curves else set()
-    return [measure(side, epochs) for side in kept]
+    return [measure(side, epochs, metric=metric) for side in kept]
 
 
 def _list(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def _over(runs: Sequence[Curve], epochs: Sequence[float]) -> float:
+def _over(runs: Sequence[Curve], epochs: Sequence[float], metric: str) -> float:
     if len(runs) < 2 or not epochs:
         return math.nan
-    return spread([[losses[epoch] for epoch in epochs] for losses in (run.losses for run in runs)])
+    curves = [[values[epoch] for epoch in epochs] for values in (run.values(metric) for run in runs)]
+    if any(math.isnan(value) for curve in curves for value in curve):
+        return math.nan
+    if metric.endswith("accuracy"):
+        return _mean([max(shares) - min(shares) for shares in zip(*curves, strict=True)])
+    if any(not 0 < value < math.inf for curve in curves for value in curve):
+        return math.inf
+    return spread(curves)
 
 
 class SpreadRow(NamedTuple):
@@ -217,6 +238,90 @@ def ranges(rows: Iterable[SpreadRow]) -> list[Range]:
         over = [[] if lr0 is None else spreads[lr0].batch_sizes for lr0 in (holds, breaks)]
         found.append(Range(model, series, holds, breaks, *over))
     return found
+
+
+# --------------------------------------------------------------------------- at the same speed, and the order floor
+
+
+class Matched(NamedTuple):
+    """A series at one learning rate beside its rival at the same final loss."""
+
+    loss: float  # where the series ends; see `final`
+    spread: float
+    rival: float  # the rival's spread at that loss; nan where there is none
+    ratio: float
+    between: tuple[float, ...]  # the rival's learning rates that it is interpolated between
+    why: str  # why there is no ratio; "" where there is one
+
+
+def final(runs: Sequence[Curve], metric: str = "train_loss") -> float:
+    """Return a metric at the last epoch that all runs have: the geometric mean over batch sizes and seeds.
+
+    It is no number where a run diverged or did not measure it.
+    """
+    counted = level(runs)
+    if not counted or any(run.diverged is not None for run in counted):
+        return math.nan
+    tables = [run.values(metric) for run in counted]
+    shared = set.intersection(*map(set, tables))
+    values = [table[max(shared)] for table in tables] if shared else [math.nan]
+    if not all(0 < value < math.inf for value in values):
+        return math.nan
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def matched(
+    results: Results,
+    model: str,
+    series: Series,
+    lr0: float,
+    metric: str = "train_loss",
+    batch_sizes: Collection[int] = (),
+) -> Matched:
+    """Compare a series at one learning rate with its rival at the same final loss.
+
+    The rival's points, final loss and spread, are those of its learning rates that have all batch sizes of the series,
+    up to the one that reaches the lowest loss: beyond it a larger step is a slower one. Between neighbouring learning
+    rates both are interpolated in their logarithms. Where the rival passes the loss twice, the smaller spread counts.
+    Seeds are those that all of them have. `batch_sizes` are those that count; by default all of the series.
+    """
+    ours = level(r for r in results.group(model, series, lr0) if not batch_sizes or r.batch_size in batch_sizes)
+    sizes, seeds = {run.batch_size for run in ours}, {run.seed for run in ours}
+    rivals: dict[float, list[Curve]] = {}
+    for other in sorted({run.lr0 for run in results.group(model, series.rival)}):
+        theirs = level(r for r in results.group(model, series.rival, other) if r.batch_size in sizes)
+        if {run.batch_size for run in theirs} == sizes and seeds & {run.seed for run in theirs}:
+            rivals[other] = theirs
+            seeds &= {run.seed for run in theirs}
+    ours = [run for run in ours if run.seed in seeds]
+    loss, own = final(ours, metric), measure(ours, metric=metric).value
+    if math.isnan(loss) or math.isnan(own) or len(sizes) < 2:
+        return Matched(loss, own, math.nan, math.nan, (), NOT_MEASURED)
+    points = []
+    for other, theirs in rivals.items():
+        same = [run for run in theirs if run.seed in seeds]
+        point = (other, final(same, metric), compare((ours, same), metric)[1].value)
+        if all(0 < value < math.inf for value in point):
+            points.append(point)
+    fastest = min((point[1] for point in points), default=math.nan)
+    points = points[: 1 + next((i for i, point in enumerate(points) if point[1] == fastest), 0)]
+    found = []
+    for (one, x, y), (two, x2, y2) in itertools.pairwise(points):
+        if min(x, x2) <= loss <= max(x, x2):
+            part = (math.log(loss) - math.log(x)) / (math.log(x2) - math.log(x)) if x != x2 else 0.5
+            found.append((math.exp((1 - part) * math.log(y) + part * math.log(y2)), (one, two)))
+    if not found:
+        return Matched(loss, own, math.nan, math.nan, (), OUTSIDE)
+    rival, between = min(found)
+    return Matched(loss, own, rival, ratio(own, rival), between, "")
+
+
+def floor(results: Results, model: str, series: Series, lr0: float, metric: str = "train_loss") -> float:
+    """Return the order floor of a series: the spread over orders of micro-batches at B = M; nan if not measured."""
+    runs = results.orders(model, series, lr0)
+    orders = sorted({run.order for run in runs})
+    # The spread over orders is the spread over batch sizes with an order in the place of each.
+    return measure([r._replace(batch_size=1 + orders.index(r.order), order=0) for r in runs], metric=metric).value
 
 
 # --------------------------------------------------------------------------- curves and points
@@ -336,6 +441,7 @@ def table(results: Results) -> dict[str, Any]:
                 "spread": plain(row.spread.value),
                 "ratio": plain(row.ratio),
                 "ratio_over": row.ratio_over or None,
+                **_speed(results, row),
                 "per_seed": {str(seed): plain(value) for seed, value in row.spread.per_seed.items()},
                 "spread_of_finite_runs": plain(row.spread.finite),
                 "batch_sizes": row.spread.batch_sizes,
@@ -345,6 +451,9 @@ def table(results: Results) -> dict[str, Any]:
             for row in rows
         ],
         "ratio": "spread of standard Adam with a learning rate as the root of the batch size, over the row's",
+        "ratio_at_final_loss": "the same, where standard Adam reaches the row's final loss; between learning rates "
+        "both are interpolated in their logarithms",
+        "order_floor": "the spread at B = M over orders of micro-batches inside blocks of max_batch_size samples",
         "critical": [
             {
                 **named(row.model, row.series),
@@ -360,6 +469,19 @@ def table(results: Results) -> dict[str, Any]:
             for row in best(results, model, metric)
         ],
         "grids": results.grids,
+    }
+
+
+def _speed(results: Results, row: SpreadRow) -> dict[str, Any]:
+    """Return what stands beside a spread: final loss, ratio at that loss, order floor, spreads of the other metrics."""
+    runs = results.group(row.model, row.series, row.lr0)
+    beside = matched(results, row.model, row.series, row.lr0) if row.series != row.series.rival else None
+    return {
+        "final_loss": plain(final(runs)),
+        "ratio_at_final_loss": plain(beside.ratio) if beside else None,
+        "no_ratio_at_final_loss": (beside.why or None) if beside else None,
+        "order_floor": plain(floor(results, row.model, row.series, row.lr0)),
+        "spread_of": {name: plain(measure(runs, metric=name).value) for name in METRICS},
     }
 
 

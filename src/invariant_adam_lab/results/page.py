@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import record
 from .curves import METRICS, MODELS, PER_EPOCH, Results, Series, rate
-from .measures import SpreadRow, ranges, remarks, spreads
+from .measures import SpreadRow, floor, matched, ranges, remarks, spreads
 from .style import rate_colours
 
 HERE = Path(__file__).parent
@@ -106,11 +106,14 @@ def _spreads_of(results: Results, model: str, measured: Sequence[SpreadRow]) -> 
             f'title="Show this learning rate alone">{rate(row.lr0)}</button>'
         )
         sizes = ", ".join(map(str, s.batch_sizes))
-        numbers = (_say(s.value), _say(row.ratio), sizes, str(s.epochs), str(len(s.per_seed)))
+        least = floor(results, model, row.series, row.lr0)
+        beside = math.nan if row.series == row.series.rival else matched(results, model, row.series, row.lr0).ratio
+        ratios = (_say(row.ratio), _say(beside))
+        numbers = (_say(s.value), _say(least), *ratios, sizes, str(s.epochs), str(len(s.per_seed)))
         label = html.escape(results.label(model, row.series))
         rows.append((label, button, *numbers, html.escape("; ".join(notes))))
-    head = ("optimizer", "η₀", "spread", "ratio", "batch sizes", "epochs", "seeds", "remarks")
-    return table(head, rows, classes={0: "text", 7: "notes"}, name=f"spreads-{results.models.index(model)}")
+    head = ("optimizer", "η₀", "spread", "floor", "ratio", "at equal loss", "batch sizes", "epochs", "seeds", "remarks")
+    return table(head, rows, classes={0: "text", 9: "notes"}, name=f"spreads-{results.models.index(model)}")
 
 
 def _ranges(results: Results, measured: Sequence[SpreadRow]) -> str:
@@ -212,7 +215,9 @@ epoch.</p>
 <h2>Spread over batch sizes</h2>
 <p>The mean over epochs of the largest minus the smallest log training loss over the batch sizes, within a seed, then
 averaged over seeds: 0.01 is 1 % of the loss. <em>Ratio</em> is the spread of standard Adam with η ∝ √B over the row's,
-over the same batch sizes, seeds and epochs. A run that diverged where another did not makes the spread infinite.</p>
+over the same batch sizes, seeds and epochs; <em>at equal loss</em> is the same where both end at the same training
+loss. <em>Floor</em> is the order floor, where it was measured. A run that diverged where another did not makes the
+spread infinite.</p>
 <div id="spreads">
 {table}
 </div>
