@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from invariant_adam import InvariantAdam, reference
 from invariant_adam.fold import pair
+from invariant_adam.fold import queue as fold_queue
 from invariant_adam.scaling import INVARIANT, Hyperparameters
 
 
@@ -43,8 +44,13 @@ def deep(width=32, layers=20):
     return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
 
 
-def test_at_most_one_gradient_is_alive_after_its_hook():
-    """A watcher in front of the optimizer's hooks counts the bytes of gradients that still exist."""
+@pytest.mark.parametrize("room", [0, 1500])
+def test_at_most_one_gradient_is_alive_after_its_hook(room, monkeypatch):
+    """A watcher in front of the optimizer's hooks counts the bytes of gradients that still exist.
+
+    Beside small ones, which wait for each other.
+    """
+    monkeypatch.setattr(fold_queue, "ROOM_IN_CACHE", room)
     model, alive, peak = deep(), [], []
     opt = InvariantAdam(model.parameters())
 
@@ -61,7 +67,7 @@ def test_at_most_one_gradient_is_alive_after_its_hook():
     opt.step()
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     assert len(peak) == 3 * 40
-    assert max(peak) <= largest
+    assert max(peak) <= max(largest, 4 * room)
 
 
 def tensors_per_parameter(make, use):

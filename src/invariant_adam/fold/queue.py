@@ -28,9 +28,10 @@ from .scalars import Tally
 from .update import Update
 
 # Where launches are worth sharing: gradients wait for others until the end of their backward, at most ROOM elements
-# of them at a time: 32 MiB of float32 pairs.
-SHARING = frozenset({"cuda", "xpu", "mps"})
+# of them at a time: 32 MiB of float32 pairs. On a CPU so many as stay in the cache.
+SHARING = frozenset({"cuda", "xpu", "mps", "cpu"})
 ROOM = 1 << 22
+ROOM_IN_CACHE = 1 << 16
 
 
 class FoldQueue:
@@ -129,7 +130,7 @@ class FoldQueue:
     def room(self) -> int:
         """Elements of pairs that may wait, before they come here, to share a launch with others."""
         alone = not self.reducer.several  # others are to be sent each gradient as it comes
-        return ROOM if alone and next(self.moments.params()).device.type in SHARING else 0
+        return _room_on(next(self.moments.params()).device) if alone else 0
 
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
@@ -178,20 +179,20 @@ class FoldQueue:
         pairs = self._condition(params, pairs or [self._take(p) for p in params])
         if reducer.send(self, params, tallies, pairs):
             return
-        now = []
+        now, room = [], 0
         # A list has waited for each other already.
-        sharing = self.in_backward and len(params) == 1 and torch._C._current_graph_task_id() >= 0
+        if self.in_backward and len(params) == 1 and torch._C._current_graph_task_id() >= 0:
+            room = _room_on(pairs[0].grad.device)
         for p, tally, x in zip(params, tallies, pairs, strict=True):
             update.kinds.add(x.grad_sq is not None)
             fold = self.count(p, tally, x)
             if update.expected is not None and self._is_whole(tally, x):
                 update.late[p] = fold
                 update.versions[p] = x.grad._version
-            elif sharing and x.grad.numel() < ROOM and not x.borrowed and x.grad.device.type in SHARING:
+            elif (size := x.grad.numel()) < room and not x.borrowed:
                 # It waits for the end of the backward that is running, to share a launch with others.
-                size = x.grad.numel()
                 update.elements += size
-                if update.elements > ROOM:
+                if update.elements > room:
                     self.flush_queued()
                     update.elements = size
                 update.queued[p] = fold
@@ -440,6 +441,12 @@ class FoldQueue:
             else:
                 state.update(scalars.close(state, tally, tally.a), kappa=state["kappa"])
         self.reset()
+
+
+def _room_on(device: torch.device) -> int:
+    """Elements of gradients that may wait for each other on a device."""
+    kind = device.type
+    return 0 if kind not in SHARING else ROOM if kind != "cpu" else min(ROOM, ROOM_IN_CACHE)
 
 
 def is_coupled(group: dict[str, Any]) -> bool:

@@ -80,6 +80,7 @@ class Update:
         if task >= 0 and task not in self.unfinished:
             self.unfinished.add(task)
 
+            @hooks.untraced
             def finished() -> None:
                 self.unfinished.discard(task)
                 finish()
