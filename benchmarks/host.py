@@ -127,9 +127,10 @@ def main() -> None:
     for server in servers.values():
         server.stop()
     rows = [row(name, rounds) for name, rounds in taken.items()]
-    for path, each in zip(checkouts.values(), rows, strict=True):
-        commit = ["git", "-C", str(path), "rev-parse", "--short", "HEAD"]
-        each["commit"] = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    if asked.before:  # the file is of the commit after that it comes with
+        commit = ["git", "-C", str(asked.before), "rev-parse", "--short", "HEAD"]
+        rows[0]["commit"] = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    for each in rows:
         print(each)
     if asked.out:
         import torch

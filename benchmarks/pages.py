@@ -231,6 +231,20 @@ def update_rows():
         yield ""
 
 
+def host_rows():
+    """What each operation on parameters costs the host beyond a plain update, of two versions in one run."""
+    for name, result, rows in measured("host_cpu"):
+        yield from source(name, result)
+        yield ""
+        yield "| version | plain AdamW, ms | one pass, ms | `into=opt`, ms | more per operation, µs |"
+        yield "|---|---|---|---|---|"
+        for row in rows:
+            times = " | ".join(f"{row[key]:.1f}" for key in ("plain_ms", "one_pass_ms", "into_ms"))
+            which = row["version"] + (f", commit {row['commit']}" if "commit" in row else "")
+            yield f"| {which} | {times} | {row['one_pass_us']:.0f}, `into=opt` {row['into_us']:.0f} |"
+        yield ""
+
+
 def memory_rows():
     for name, result, rows in measured("memory_h200", "memory_cpu"):
         yield from source(name, result)
@@ -592,6 +606,7 @@ PAGES = {
         "shares": share_rows,
         "kernels": kernel_rows,
         "updates": update_rows,
+        "host": host_rows,
         "memory": memory_rows,
         "table": peers_rows,
     },

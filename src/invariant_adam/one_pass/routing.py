@@ -23,6 +23,8 @@ ROWWISE = frozenset(
     for i in (0, 1)
 )
 DEPTH = 24
+# In the metadata of a node: a walk from here has found nothing. A residual stream is walked once, not by each layer.
+_NOTHING = "invariant_adam: rows in batch order"
 
 
 def sample_groups(groups: Groups, rows: int, device: torch.device) -> Tensor:
@@ -60,8 +62,15 @@ def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
     elif name == "IndexSelectBackward0" and node._saved_dim == 0:
         index, sizes = node._saved_index, node._saved_self_sym_sizes
     elif name in ROWWISE:
-        walks = (_walk(parent, groups, depth + 1) for parent, _ in node.next_functions)
-        return next((found for found in walks if found is not None), None)
+        if _NOTHING in node.metadata:
+            return None
+        for parent, _ in node.next_functions:
+            found = _walk(parent, groups, depth + 1)
+            if found is not None:
+                return found
+        if depth == 0:  # a walk that began further down may have ended early
+            node.metadata[_NOTHING] = True
+        return None
     else:
         return None
     if index.dtype in (torch.bool, torch.uint8):

@@ -13,6 +13,7 @@ There are no side effects in backward beyond counting arrivals, which compiled g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -175,6 +176,14 @@ def call(function: type[Squaring], x: Any, use: Use, *others: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(x, use, *flat, *others)
     return super(Function, function).apply(torch._C._functorch.unwrap_if_dead(x), use, *flat, *others)  # type: ignore[misc]
+
+
+def unfollowed() -> AbstractContextManager[Any]:
+    """A context in which a backward looks at parameters without asking the dispatcher, which would let it pass.
+
+    But for a backward that is to be differentiated again: there the dispatcher has something to do.
+    """
+    return nullcontext() if torch.is_grad_enabled() else torch._C.DisableTorchFunctionSubclass()
 
 
 def wanted(ctx: Any, i: int) -> Weight | None:

@@ -83,8 +83,9 @@ def _gradients(ctx: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Any, ...]:
     use, groups, flip = ctx.use, ctx.use.groups, ctx.use.settings
     dx, pair, pair_b = None, base.NOTHING, base.NOTHING
     if ctx.needs_input_grad[0]:
-        wg = w.to(g.dtype)
-        dx = (g @ (wg.t() if flip else wg)).to(x.dtype)
+        with base.unfollowed():
+            wg = w.to(g.dtype)
+            dx = (g @ (wg.t() if flip else wg)).to(x.dtype)
     weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
     if use.routed is not None:
         if weight is not None:

@@ -38,7 +38,8 @@ class LayerNorm(base.Squaring):
         event, dx, given = len(shape), None, x.dtype
         x = x.to(g.dtype)  # autocast may have computed in another dtype than the input's
         if ctx.needs_input_grad[0]:
-            dx = torch.ops.aten.native_layer_norm_backward(g, x, shape, mean, rstd, w, b, [True, False, False])[0]
+            with base.unfollowed():
+                dx = torch.ops.aten.native_layer_norm_backward(g, x, shape, mean, rstd, w, b, [True, False, False])[0]
             dx = dx.to(given)
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
         if weight is None and bias is None:
