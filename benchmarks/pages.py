@@ -516,6 +516,28 @@ def lab_rows():
         yield from lab_page.summary(ROOT / LAB)
 
 
+def matched_rows():
+    """The honest ratio: how much closer the curves of batch sizes lie, where both optimizers reach the same loss."""
+    import lab_speed
+
+    from invariant_adam_lab.results import curves
+
+    found = curves.load(ROOT / LAB)
+    shown = {}
+    for model, _, ours, lr0, _, _ in lab_speed.pairs(found):
+        if lr0 in (1e-4, 1e-3):
+            shown.setdefault(curves.MODELS[model], {})[curves.rate(lr0)] = lab_speed.at_loss(found, model, ours, lr0)
+    yield from prose(
+        "How many times closer together the training curves of different batch sizes lie than those of standard Adam "
+        "with lr ∝ √B, where both reach the same final loss (10 epochs; below 1 standard Adam's are closer):"
+    )
+    yield ""
+    yield "| lr at the largest batch size | " + " | ".join(shown) + " |"
+    yield "|---|" + "---|" * len(shown)
+    for rate in ("1e-4", "1e-3"):
+        yield f"| {rate} | " + " | ".join(cells[rate] for cells in shown.values()) + " |"
+
+
 def claim_rows():
     import paper_page
 
@@ -582,8 +604,8 @@ def versions(rows):
 
 
 PAGES = {
-    "README.md": {"headline": headline_rows, "transfer": transfer_lines, "speed": speed_line},
-    "docs/when_not.md": {"transfer": transfer_lines},
+    "README.md": {"headline": headline_rows, "matched": matched_rows, "transfer": transfer_lines, "speed": speed_line},
+    "docs/when_not.md": {"matched": matched_rows, "transfer": transfer_lines},
     "docs/trainer_results.md": {"transfer": transfer_rows},
     "docs/compared.md": {"rivals": rivals_rows},
     "docs/paper.md": {"claims": claim_rows, "curves": curve_rows},
