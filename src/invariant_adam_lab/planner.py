@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from invariant_adam.growth import grown_kappa
-from invariant_adam.scaling import Hyperparameters, scale
+from invariant_adam.scaling import Hyperparameters, scale, update_shares
 
 LARGE = 0.5  # an update that is this share of m is no longer small
 
@@ -119,7 +119,7 @@ def _row(tuned: TunedRun, M: int, batch: int, rule: str, grow: bool) -> Row:
         kappa,
         rho,
         scaled,
-        (1 - scaled.betas[0], 1 - scaled.betas[1]),
+        update_shares(tuned.betas, from_batch=tuned.batch, to_batch=batch, rule=rule),
         None if tuned.samples is None else _updates(tuned.samples / M, kappa, first),
         len(first) - sum(first) // kappa,
         None if tuned.warmup is None else _updates(tuned.warmup / M, kappa, first),
@@ -184,8 +184,8 @@ def _largest_small(p: Plan, large: int) -> int:
     small, M = 0, p.tuned.micro_batch or 1
     while large - small > 1:
         kappa = (small + large) // 2
-        h = scale(p.tuned.lr, p.tuned.betas, from_batch=p.tuned.batch, to_batch=kappa * M, rule=p.rule)
-        small, large = (kappa, large) if 1 - h.betas[0] <= LARGE else (small, kappa)
+        share, _ = update_shares(p.tuned.betas, from_batch=p.tuned.batch, to_batch=kappa * M, rule=p.rule)
+        small, large = (kappa, large) if share <= LARGE else (small, kappa)
     return small
 
 
