@@ -603,12 +603,52 @@ def versions(rows):
     return "transformers {}, accelerate {}".format(*both)
 
 
+def scale_up_lines():
+    """What a user who scales up may expect, at the best learning rate of AdamW at B₀ and at a tenth of it or less."""
+    rows = load("scale_up")["rows"]
+    tuned = {row["lr"]: row["loss"] for row in rows if row["method"] == "tuned"}
+    best = min(tuned, key=tuned.get)
+    losses = {(row["lr"], row["batch"], row["method"]): row["loss"] for row in rows}
+    small = min(lr for lr, batch, _ in losses if batch > 16)
+    ours, same, root, wide = "long_momentum, grown in", "adam, unchanged", "adam, √", "exponential"
+    four, sixteen = ({method: losses[best, 16 * rho, method] for method in (ours, same, root, wide)} for rho in (4, 16))
+    yield from prose(
+        f"At the learning rate that is best for AdamW at B₀, {best:g}, the default rule loses much at 4 times the "
+        f'batch: the loss goes from {tuned[best]:.2f} to {four[wide]:.2f}. `rule="long_momentum"` with '
+        f"`BatchGrowth` ends at {four[ours]:.2f}, AdamW left alone at {four[same]:.2f}, with lr ∝ √B at "
+        f"{four[root]:.2f}. At 16 times the batch nothing keeps the loss: AdamW left alone has {sixteen[same]:.2f}, "
+        f"`long_momentum` {sixteen[ours]:.2f}, √B {sixteen[root]:.2f}, the default {sixteen[wide]:.2f}. At {small:g} "
+        f"the default rule is the nearest at 4 times the batch, {losses[small, 64, wide] - tuned[small]:+.3f} (√B "
+        f"{losses[small, 64, root] - tuned[small]:+.3f}), and `long_momentum` at 16, "
+        f"{losses[small, 256, ours] - tuned[small]:+.3f} (√B {losses[small, 256, root] - tuned[small]:+.3f}). One "
+        "small model, one seed: a direction."
+    )
+
+
+def scale_up_rows():
+    from invariant_adam_lab.scale_up import table
+
+    result = load("scale_up")
+    head, *lines = table(result)
+    yield "| lr at B₀, batch | " + " | ".join(head[1:]) + " |"
+    yield "|---" * len(head) + "|"
+    for line in lines:
+        yield "| " + " | ".join(line) + " |"
+    yield ""
+    tried = sorted((row["lr"], row["loss"]) for row in result["rows"] if row["method"] == "tuned")
+    best = ", ".join(f"{loss:.3f} at {lr:g}" for lr, loss in tried)
+    yield from prose(f"AdamW at B₀ alone: {best}.")
+    yield ""
+    yield from source("scale_up", result)
+
+
 PAGES = {
     "README.md": {"headline": headline_rows, "matched": matched_rows, "transfer": transfer_lines, "speed": speed_line},
     "docs/when_not.md": {"matched": matched_rows, "transfer": transfer_lines},
     "docs/trainer_results.md": {"transfer": transfer_rows},
     "docs/compared.md": {"rivals": rivals_rows},
     "docs/paper.md": {"claims": claim_rows, "curves": curve_rows},
+    "docs/scale_up.md": {"answer": scale_up_lines, "scale-up": scale_up_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/diagnostics.md": {"noise": noise_rows, "calibration": noise_line},

@@ -59,7 +59,8 @@ class Preset(NamedTuple):
 
 PRESETS = {
     "smoke": Preset(1_024, 1, (1e-3,), (0,)),
-    "short": Preset(8_192, 3, (3e-4, 1e-3, 3e-3), (0, 1, 2), (1e-4, 1e-2)),
+    "short": Preset(8_192, 3, (3e-4, 1e-3, 3e-3, 1e-2), (0,), (1e-4, 3e-2)),
+    "full": Preset(8_192, 3, (3e-4, 1e-3, 3e-3, 1e-2), (0, 1, 2), (1e-4, 3e-2)),
 }
 MICRO, CONTEXT, HELD_OUT = 16, 32, 512  # samples, characters, samples
 NET = {"width": 32, "depth": 2, "heads": 2}
@@ -183,7 +184,10 @@ def measure(
 
 
 def table(result: dict[str, Any]) -> Iterator[list[str]]:
-    """The rows of a table: mean over seeds of the loss at the end, minus that at B₀, a column for each lr and B."""
+    """The rows of a table: a mean over seeds of the loss at the end, at B₀ and, for each method, minus that.
+
+    The columns are learning rates at B₀ and batch sizes.
+    """
     rows = result["rows"]
     lrs = sorted({row["lr"] for row in rows if row["method"] != "tuned"})
 
@@ -192,6 +196,7 @@ def table(result: dict[str, Any]) -> Iterator[list[str]]:
         return sum(found) / len(found) if found else None
 
     yield ["", *(f"{lr:g}, B = {rho * MICRO}" for lr in lrs for rho in FACTORS)]
+    yield [f"AdamW, B₀ = {MICRO}", *(f"{mean('tuned', lr, MICRO):.3f}" for lr in lrs for _ in FACTORS)]
     for method in METHODS:
         cells = []
         for lr in lrs:

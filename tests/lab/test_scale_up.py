@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from invariant_adam_lab import scale_up
 from invariant_adam_lab.cli import app
 from invariant_adam_lab.training import data as lab_data
 
+ROOT = Path(__file__).parents[2]
 TEXT = "".join(chr(97 + (i * i // 7 + i // 3) % 23) for i in range(60_000))
 TINY = scale_up.Preset(256, 1, (1e-3,), (0,))
 
@@ -51,6 +53,7 @@ def test_runs_are_kept_and_the_table_is_made_of_them(text, tmp_path, monkeypatch
     tuned, ours, adam = (row["loss"] for row in result["rows"])
     assert list(scale_up.table(result)) == [
         ["", "0.001, B = 64"],
+        ["AdamW, B₀ = 16", f"{tuned:.3f}"],
         ["exponential", f"{ours - tuned:+.3f}"],
         ["adam, √", f"{adam - tuned:+.3f}"],
     ]
@@ -72,3 +75,33 @@ def test_the_command_prints_what_the_file_holds(text, tmp_path, monkeypatch):
     assert torch.get_num_threads() == threads
     short = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "x.json"), "--data", str(tmp_path / "none")])
     assert short.exit_code == 2
+
+
+def test_what_the_page_says_is_in_the_results():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "scale_up.json").read_text(encoding="utf-8"))["rows"]
+    loss = {(row["lr"], row["batch"], row["method"]): row["loss"] for row in rows}
+    lrs, best, ours = (3e-4, 1e-3, 3e-3, 1e-2), 1e-2, "long_momentum, grown in"
+    tuned = {lr: x for (lr, _, method), x in loss.items() if method == "tuned"}
+    assert min(tuned, key=tuned.get) == best
+    assert min(tuned) < best < max(tuned)  # inside the range
+
+    def lowest(lr, batch):
+        found = {method: x for (a, b, method), x in loss.items() if (a, b) == (lr, batch)}
+        return min(found, key=found.get), max(found, key=found.get)
+
+    assert lowest(best, 64)[0] == ours
+    assert lowest(best, 256) == ("adam, unchanged", "adam, linear")
+    assert lowest(3e-4, 64)[0] == lowest(1e-3, 64)[0] == "adam, linear"
+    gaps = [loss[lr, b, ours] - loss[lr, b, "adam, √"] for lr in lrs for b in (64, 256)]
+    assert sum(gap < -0.01 for gap in gaps) == 6
+    assert [gap > 0.01 for gap in gaps].index(True) == 5  # 0.003, B = 256
+    assert abs(gaps[4]) < 0.002
+    for lr in lrs:
+        half, quarter, none = (loss[lr, 64, m] for m in ("power 0.5, grown in", ours, "power 0.0, grown in"))
+        assert (half < quarter) == (lr < best)
+        assert none > min(half, quarter)
+        assert loss[lr, 256, "power 0.0, grown in"] > loss[lr, 256, ours] < loss[lr, 256, "long_momentum"]
+    near = {m: abs(x - tuned[3e-4]) for (lr, b, m), x in loss.items() if (lr, b) == (3e-4, 64)}
+    assert near["exponential"] == pytest.approx(min(near.values()), abs=1e-3)
+    near = {m: abs(x - tuned[3e-4]) for (lr, b, m), x in loss.items() if (lr, b) == (3e-4, 256)}
+    assert near[ours] == min(near.values())

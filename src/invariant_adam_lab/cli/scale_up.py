@@ -14,10 +14,11 @@ from .options import Json
 
 
 class Preset(str, enum.Enum):
-    """How much `scale-up` trains: `smoke` takes half a minute, `short` about 45 minutes of one core."""
+    """How much `scale-up` trains, on one core: half a minute, a quarter of an hour, and three seeds of that."""
 
     smoke = "smoke"
     short = "short"
+    full = "full"
 
 
 def scale_up(
@@ -63,7 +64,7 @@ def scale_up(
     if as_json:
         print_json(result)
     else:
-        table = new_table("Loss on held-out text at the end, minus that at B₀, mean over seeds")
+        table = new_table("Loss on held-out text at the end: at B₀, and minus that at larger batches")
         head, *lines = experiment.table(result)
         for name in head:
             table.add_column(name, justify="right" if name else "left")
