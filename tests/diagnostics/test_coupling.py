@@ -190,6 +190,20 @@ def test_what_is_random_now_and_then_is_not_taken_for_a_coupling():
     assert set(find(net(nn.Sequential(skips, nn.BatchNorm1d(12))))) == {("random", "1.0"), ("layer", "1.1")}
 
 
+def test_a_layer_that_is_left_out_at_random_is_named():
+    import random
+
+    class Skipped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.random = nn.Linear(12, 12), random.Random(0)
+
+        def forward(self, x):
+            return x + self.layer(x) if self.random.random() > 0.3 else x
+
+    assert find(net(Skipped())) == [("random", "1")]
+
+
 def test_a_small_part_of_the_loss_over_all_samples_is_found():
     def balanced(model, batch):
         z = model(batch[0])

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -285,9 +286,12 @@ def _alike(a: list[list[Rows]], b: list[list[Rows]], noise: list[list[Rows]]) ->
 
 
 def _random(base: list[_Call], again: list[_Call]) -> list[str]:
-    """The innermost modules that give other outputs for the same inputs and seed."""
+    """The innermost modules that give other outputs, or take another way, for the same inputs and seed."""
     found: list[str] = []
-    for a, b, _ in _both(base, again, base):
+    for a, b in zip(base, again, strict=False):
+        if a.name != b.name:
+            parts = zip(f"{a.name}.".split("."), f"{b.name}.".split("."), strict=False)
+            return [*found, ".".join(x for x, _ in takewhile(lambda both: both[0] == both[1], parts))]
         if not _alike(a.inputs, b.inputs, a.inputs) or _alike(a.outputs, b.outputs, a.outputs):
             continue
         if not any(_inside(name, a.name) for name in found):

@@ -43,7 +43,7 @@ def invariance_check(
 ) -> InvarianceResult:
     """Train your own model at several batch sizes on the same samples, and say whether and why they part.
 
-    The cost is known beforehand: batch sizes + 3 runs of `samples` samples at most, and four more where they part,
+    The cost is known beforehand: batch sizes + 3 runs of `samples` samples at most, and three more where they part,
     forward and backward by micro-batches. Random numbers of torch, numpy and random are given back as they were.
 
     Args:

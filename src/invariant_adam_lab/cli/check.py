@@ -72,7 +72,7 @@ def check(
     if as_json:
         print_json({"command": "check", "function": function, **result.asdict()})
     else:
-        stdout.print(str(result), markup=False, soft_wrap=True)
+        stdout.print(str(result), markup=False)
     if plot is not None:
         try:
             result.plot(plot)
