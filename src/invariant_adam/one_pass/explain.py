@@ -80,7 +80,7 @@ def explain(
             if not context.mini.single:
                 with torch.compiler.set_stance("force_eager"):
                     probe, _ = Trial(context.mini, getattr(model, "_orig_mod", model), (args, kwargs)).run()
-                context.facts.find(checked=frozenset(), passed=False)
+                context.facts.find(checked=frozenset(), looks={}, passed=False)
                 verify(context.mini, model, args, kwargs)
     except UnsupportedUse as error:
         problem = str(error)
@@ -103,11 +103,17 @@ def _row(entry: Entry, mini: MiniBatch, probe: Probe) -> Row:
     lines = []
     for name, record in found:
         line = OPERATIONS[name].line if name in OPERATIONS else by_copies
-        lines.append(line(Seen(record.x, record.axis or 0, record.ids, mini.groups, shape, itemsize)))
+        lines.append(
+            line(
+                Seen(
+                    torch.empty(record.shape, device="meta"), record.axis or 0, record.ids, mini.groups, shape, itemsize
+                )
+            )
+        )
     if lines:
         rows = lines[0].rows
         if entry.table:  # both uses, and the cross terms at the tokens' rows
-            tokens = sum(r.x.numel() for name, r in found if name == "embedding")
+            tokens = sum(r.shape.numel() for name, r in found if name == "embedding")
             kernel = " + ".join(dict.fromkeys(line.kernel for line in lines))
             extra = square + max(line.extra for line in lines) + tokens * shape[1] * itemsize
         elif len(lines) == 1 and not shared:

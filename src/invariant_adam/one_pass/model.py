@@ -27,6 +27,7 @@ class Findings(NamedTuple):
 
     passed: bool = False  # a check has passed, so that a compiled graph may rely on what is tied
     checked: frozenset[Any] = frozenset()  # the inputs' shapes (`check.signature`)
+    looks: Mapping[Any, tuple[Any, ...]] = {}  # by the form of the inputs: the sizes of two checks (`lengths.Look`)
     constant: frozenset[Site] = frozenset()  # what sizes call batched and is not
     batched: frozenset[Site] = frozenset()  # the reverse
     axes: Mapping[Site, int] = {}  # where the batch is in another dimension than sizes say
@@ -103,9 +104,9 @@ class ModelFacts:
             seen[key] = entry
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
             self.entries, self.handles = seen, {}
-            self.find(checked=frozenset())
+            self.find(checked=frozenset(), looks={})
         if any(entry.param._backward_hooks for entry in seen.values()):  # which may be new, and change gradients
-            self.find(checked=frozenset(), passed=False)
+            self.find(checked=frozenset(), looks={}, passed=False)
         self.order = list(seen.values())
 
     def _source(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -1,48 +1,56 @@
 """Hold the gradients and squares of one pass against a loop over micro-batches, cut from the same inputs.
 
-Two micro-batches are compared where outputs can be masked to two; all, where the only output is a scalar. A model is
-refused by its numbers in float64 alone, where it can be run in that.
+A few samples are enough, since the rest of the check has looked at all of them, and take less memory than the step. The
+loop and one pass are compared in float32 without autocast, some parameters at a time. A model is refused by its numbers
+in float64 alone, where it can be run in that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...kernels.gemm_square import wide
 from ..groups import UnsupportedUse
 from ..routing import sample_groups
 from ..weight import Entry
 from .probe import Trial, close, differentiable, setting
 
-# How far a gradient may be from the loop's, relative, by bytes per element. float64 leaves room for models that compute
-# parts in float32; the others are for models that cannot run in float64, where a ReLU may turn on rounding.
+# How far a gradient may be from the loop's, relative: in float32 (or else float64 decides) and in float64, which leaves
+# room for models that compute parts in float32. In the model's own precision, by bytes per element, where it insists on
+# that: a ReLU may turn on rounding.
+CLOSE = 1e-4
 AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
+ROOM = 1 << 20  # elements that are compared at a time
+PIECES = 8  # the parameters are compared in so many pieces,
+PIECE = 1 << 18  # or fewer of at least so many elements
 
 
-def check_gradients(trial: Trial) -> None:
+def check_gradients(trial: Trial, tell: Callable[[str], None]) -> None:
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
     Where another size is the batch's, a few do not tell whether one was taken for the other. Then it is also held
     against a loop over all, in the model's own precision: float64 takes several times the memory of an update, and is
     for what disagrees. A model that draws random numbers is held in eval mode, since the loop would draw others.
     """
-    few = few_of(trial)
-    if few < trial.mini.groups.kappa:
+    for few, micro in _fews(trial):
         try:
-            with trial.of_few(few) as small:
-                _check_gradients(small)
+            with trial.of_few(few, micro) as small:
+                _check_gradients(small, tell)
             if coincides(trial):
-                _check_gradients(trial, precise=False)
+                _check_gradients(trial, tell, precise=False)
             return
         except UnsupportedUse:
             pass  # perhaps by rounding alone, or because another size is that of the few
-    _check_gradients(trial)
+    _check_gradients(trial, tell)
 
 
 def coincides(trial: Trial) -> bool:
@@ -58,17 +66,24 @@ def _sizes(trial: Trial) -> set[int]:
 
 
 def few_of(trial: Trial) -> int:
-    """How many micro-batches to hold against the loop: four or so, unless that would make a coincidence."""
-    groups = trial.mini.groups
-    if groups.c is not None:
-        return groups.kappa
-    sizes = _sizes(trial)
-    fit = [k for k in (4, 5, 6, 7, 3) if k * groups.micro < groups.batch and k * groups.micro not in sizes]
+    """How many micro-batches to hold against the loop: two or so, unless that would make a coincidence."""
+    return next((few for few, _ in _fews(trial)), trial.mini.groups.kappa)
+
+
+def _fews(trial: Trial) -> list[tuple[int, int]]:
+    """Numbers of micro-batches, and of the samples in each, that are few of all; the best ones first.
+
+    Where micro-batches are large they are cut to fewer samples, as many as a batch norm needs.
+    """
+    groups, sizes = trial.mini.groups, _sizes(trial)
+    micro = groups.micro if groups.c is not None else min(groups.micro, max(2, groups.batch // 16))
+    fit = [k for k in (2, 3, 4, 5, 6, 7) if k * micro < groups.batch and k * micro not in sizes]
     # A length that is a multiple could be taken for the batch's as well.
-    return min(fit, key=lambda k: any(n % (k * groups.micro) == 0 for n in sizes), default=groups.kappa)
+    fit.sort(key=lambda k: any(n % (k * micro) == 0 for n in sizes) and 4 * k * micro < groups.batch)
+    return [(k, micro) for k in fit[:3]]
 
 
-def _check_gradients(trial: Trial, precise: bool = True) -> None:
+def _check_gradients(trial: Trial, tell: Callable[[str], None], precise: bool = True) -> None:
     one = trial.cut(0)
     try:
         with trial.plainly():
@@ -82,17 +97,26 @@ def _check_gradients(trial: Trial, precise: bool = True) -> None:
         ) from error
     still = all(close(a, b) for a, b in zip(first, second, strict=False))
     del first, second
+    own = {entry.param.dtype for entry in trial.mini.facts.order}
     with nullcontext() if still else evaluating(trial.model):
-        for double in (True, False) if precise else (False,):  # or the model insists on its own precision
+        wider: tuple[torch.dtype | None, ...] = (torch.float64,) if own == {torch.float64} else _WIDER
+        for dtype in (*wider, None) if precise else (None,):
             try:
-                with _in_double(trial) if double else nullcontext(trial) as twin:
-                    _hold_against_loop(twin)
+                how = "its own precision" if dtype is None else str(dtype).removeprefix("torch.")
+                tell(f"its gradients beside those of a loop over {trial.mini.groups.batch} samples, in {how}")
+                with nullcontext(trial) if dtype is None else _in(dtype, trial) as twin:
+                    _hold_against_loop(twin, CLOSE if dtype is not None else None)
                 return
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 if "use_reentrant" in str(error):
                     return  # cannot be differentiated to chosen leaves; arrivals are still counted in backward
-                if isinstance(error, UnsupportedUse) or not double:
-                    raise
+                if dtype is torch.float32:
+                    continue  # float64 decides
+                if isinstance(error, UnsupportedUse) or dtype is None:
+                    raise  # else the model insists on its own precision
+
+
+_WIDER = (torch.float32, torch.float64)
 
 
 @contextmanager
@@ -106,28 +130,48 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_double(trial: Trial) -> Iterator[Trial]:
-    """The model and its inputs in float64, so that rounding is not taken for a mistake, nor a mistake for rounding.
+def _in(dtype: torch.dtype, trial: Trial) -> Iterator[Trial]:
+    """The model and its inputs in this dtype, or a wider one of their own, and no autocast.
 
-    In float32 one activation that rounds to the other side of a ReLU moves a gradient by a thousandth.
+    Rounding is then not taken for a mistake, nor a mistake for rounding: in float32 one activation that rounds to the
+    other side of a ReLU moves a gradient by a thousandth, and float64 decides.
     """
     model = trial.model
+
+    def widened(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype.itemsize < dtype.itemsize else t
+
+    kinds = {p.device.type for p in model.parameters()}
     with ExitStack() as stack:
-        for kind in {p.device.type for p in model.parameters()}:
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
+        if "cuda" in kinds:
+            stack.enter_context(_without_tf32())
         for t in (*model.parameters(), *model.buffers()):
-            if t.is_floating_point():
-                stack.enter_context(setting(t, "data", t.data.double()))
+            if widened(t.data) is not t.data:
+                stack.enter_context(setting(t, "data", widened(t.data)))
         for entry in trial.mini.facts.order:
-            zero = torch.zeros((), dtype=torch.float64, device=entry.companion.device)
-            stack.enter_context(setting(entry, "companion", zero.expand(entry.companion.shape).requires_grad_()))
-        double = tree_map_only(Tensor, lambda t: t.detach().double() if t.is_floating_point() else t, trial.inputs)
-        yield trial._replace(inputs=double)
+            if entry.companion.dtype.itemsize < dtype.itemsize:
+                zero = torch.zeros((), dtype=dtype, device=entry.companion.device)
+                stack.enter_context(setting(entry, "companion", zero.expand(entry.companion.shape).requires_grad_()))
+        yield trial._replace(inputs=tree_map_only(Tensor, lambda t: widened(t.detach()), trial.inputs))
 
 
-def _hold_against_loop(trial: Trial) -> None:
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Products and convolutions in float32 proper; where torch lets nobody choose, float64 decides more often."""
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has an older and a newer way to say it
+        with suppress(RuntimeError):
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+            stack.callback(torch.set_float32_matmul_precision, before)
+            stack.enter_context(setting(torch.backends.cudnn, "allow_tf32", False))
+        yield
+
+
+def _hold_against_loop(trial: Trial, tolerance: float | None) -> None:
     mini, groups, entries = trial.mini, trial.mini.groups, trial.mini.facts.order
-    params, companions = [e.param for e in entries], [e.companion for e in entries]
     full = differentiable(trial.outputs())
     batched = any(groups.batch in o.shape for o in full)
     kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
@@ -153,8 +197,7 @@ def _hold_against_loop(trial: Trial) -> None:
     if not any(bool(s.any()) for s in seeds):
         return
     c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()
-    wants: dict[int, Tensor] = {}
-    squares: dict[int, Tensor] = {}
+    shares = []  # of each micro-batch that is kept: it, the loop's cotangents, and the factors of g and of its square
     for k in kept:
         lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
         # A micro-batch's own mean is W/W_k = κ c_k times its share of the mini-batch's, which is what the cotangents
@@ -162,15 +205,46 @@ def _hold_against_loop(trial: Trial) -> None:
         times = groups.kappa * c[k] if mini.reduction == "mean" else 1.0
         larger = times or 1.0
         theirs = [s if d is None else larger * s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
-        with trial.plainly():
-            grads = _grad(trial.cut(k), params, theirs)
-        share = 1 / larger if batched or times else 0.0
-        for i, g in enumerate(grads):
-            if g is not None:
-                s = share * g.double()
-                wants[i] = wants.get(i, 0) + s
-                squares[i] = squares.get(i, 0) + c[k] * s.square()
-    _compare(entries, _grad(trial, params + companions, seeds), wants, squares)
+        shares.append((k, theirs, 1 / larger if batched or times else 0.0, c[k]))
+    found: list[Difference] = []
+    for part in _pieces(entries):
+        params = [e.param for e in part]
+        wants: dict[int, Tensor] = {}
+        squares: dict[int, Tensor] = {}
+        for k, theirs, share, weight in shares:
+            with trial.plainly():
+                grads = _grad(trial.cut(k), params, theirs)
+            for i, g in enumerate(grads):
+                if g is not None:
+                    own = share * g.to(wide(g.dtype))
+                    wants[i] = wants[i].add_(own) if i in wants else own.clone()
+                    own = own.square_().mul_(weight)
+                    squares[i] = squares[i].add_(own) if i in squares else own
+            del grads
+        got = _grad(trial, params + [e.companion for e in part], seeds)
+        for i, entry in enumerate(part):
+            entry.reached = i in wants
+            if i in wants and entry.size:
+                arrived = got[i + len(part)]
+                sq = None if arrived is None else entry.shaped(arrived)
+                found.append(Difference.of(entry, (got[i], sq), (wants.pop(i), squares.pop(i))))
+            got[i] = got[i + len(part)] = None
+    for entry in entries:  # each backward has passed by all of them
+        entry.arrived = 0
+        entry.restart()
+    _judge(found, tolerance)
+
+
+def _pieces(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """The parameters, some at a time: all their gradients at once, of the loop and of one pass, would be many."""
+    room = max(PIECE, sum(e.size for e in entries) // PIECES)
+    piece: list[Entry] = []
+    for entry in entries:
+        if piece and sum(e.size for e in piece) + entry.size > room:
+            yield piece
+            piece = []
+        piece.append(entry)
+    yield piece
 
 
 def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
@@ -181,32 +255,45 @@ def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tenso
             edges = [get_gradient_edge(t) for t in leaves]
         return list(torch.autograd.grad(differentiable(outputs), edges, seeds, allow_unused=True))
 
-    return list(trial.run(differentiate)[1])
+    return list(trial.run(differentiate, backward=True)[1])
 
 
-def _rms(t: Tensor) -> float:
-    return float(t.double().square().mean().sqrt()) if t.numel() else 0.0
+def _rms(t: Tensor, other: Tensor | None = None) -> float:
+    """The root mean square of t, or of its difference to another, without a copy of either in float64."""
+    rest = [None] * (t.numel() // ROOM + 1) if other is None else other.reshape(-1).split(ROOM)
+    pieces = zip(t.reshape(-1).split(ROOM), rest, strict=False)
+    total = sum((x.double() if y is None else x.double() - y).square().sum() for x, y in pieces)
+    return math.sqrt(float(total) / max(1, t.numel()))
 
 
-def _compare(entries: list[Entry], got: list[Any], wants: dict[int, Tensor], squares: dict[int, Tensor]) -> None:
-    """Every parameter's gradient and square, by the root mean square of what differs."""
-    largest = max(map(_rms, wants.values()), default=0.0)
+class Difference(NamedTuple):
+    """How far a parameter's gradient and square are from the loop's, each by its root mean square, and how large."""
+
+    entry: Entry
+    apart: tuple[float, float]
+    size: tuple[float, float]
+
+    @classmethod
+    def of(cls, entry: Entry, got: tuple[Any, Any], wants: tuple[Tensor, Tensor]) -> Difference:
+        """Compare, where nothing has arrived as well."""
+        sizes = _rms(wants[0]), _rms(wants[1])
+        far = [float("inf") if a is None else _rms(a, b) for a, b in zip(got, wants, strict=True)]
+        return cls(entry, (far[0], far[1]), sizes)
+
+
+def _judge(found: list[Difference], tolerance: float | None) -> None:
+    """Refuse what is further apart than `tolerance`, or than its own precision allows."""
+    largest = max((d.size[0] for d in found), default=0.0)
     wrong = []
-    for i, entry in enumerate(entries):
-        entry.reached, entry.arrived = i in wants, 0
-        entry.restart()
-        if i not in wants or not entry.size:
-            continue
-        reduced = torch.is_autocast_enabled(entry.param.device.type)
-        tolerance = AGREEMENT[2] if reduced else AGREEMENT.get(entry.param.dtype.itemsize, AGREEMENT[2])
-        grad, sq = got[i], got[i + len(entries)]
-        sq = None if sq is None else entry.shaped(sq)
+    for entry, apart, sizes in found:
+        own = entry.param.dtype.itemsize
+        reduced = torch.is_autocast_enabled(entry.param.device.type) or own not in AGREEMENT
+        limit = AGREEMENT[2 if reduced else own] if tolerance is None else tolerance
         floor = 1e-3 * largest  # a gradient that is zero but for rounding has no scale of its own
-        for kind, a, b, least in (("gradient", grad, wants[i], floor), ("square", sq, squares[i], floor**2)):
-            size = max(_rms(b), least)
-            difference = float("inf") if a is None else _rms(a.double() - b)
-            if size and not difference <= tolerance * size:
-                wrong.append(f"{entry.name}: its {kind} is off by {difference / size:.1g} (through {entry.through})")
+        for kind, far, size, least in zip(("gradient", "square"), apart, sizes, (floor, floor**2), strict=True):
+            scale = max(size, least)
+            if scale and not far <= limit * scale:
+                wrong.append(f"{entry.name}: its {kind} is off by {far / scale:.1g} (through {entry.through})")
                 break
     if wrong:
         raise UnsupportedUse(

@@ -15,6 +15,7 @@ gradients and squares themselves are held against a loop (`against_loop`).
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,14 +32,15 @@ from ..ops.batch_norm import ghosts
 from ..routing import sample_groups
 from ..weight import Lifted
 from .against_loop import check_gradients, coincides, evaluating, few_of
-from .probe import TOLERANCE, Probe, Record, Trial, close, freed
+from .lengths import extremes, input_sizes, look, surprising
+from .probe import TOLERANCE, Probe, Record, Trial, close, freed, summed_up
+from .progress import Progress
 
 
 def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
     """The rows of a record that do not belong to group `changed`."""
-    x, ids = record.x, record.ids
+    x, ids = record.rows[record.axis or 0], record.ids
     if ids is None:
-        x = x.movedim(record.axis, 0) if record.axis else x
         ids = sample_groups(groups, x.shape[0], x.device)
     return x[ids != changed]
 
@@ -60,15 +62,15 @@ def _exchange(trial: Trial, *changed: int) -> tuple[Trial, bool]:
     return trial.with_rows(replace), any(visible)
 
 
-def _signature(trial: Trial, additive: bool) -> Any:
+def _signature(trial: Trial, additive: bool, shapes: bool = True) -> Any:
     """What a check holds for: the inputs' shapes and plain values, the mini-batch, the loss and the modes.
 
-    Each shape is checked on its own, since inside the model any length may come out as the batch's.
+    Each shape is checked on its own, since inside the model any length may come out as the batch's; see `lengths`.
     """
 
     def what(t: Any) -> Any:
         plain = t if isinstance(t, (bool, int, str, type(None))) else str(type(t))
-        return tuple(t.shape) if isinstance(t, Tensor) else plain
+        return (tuple(t.shape) if shapes else t.ndim) if isinstance(t, Tensor) else plain
 
     leaves = tuple(what(t) for t in tree_leaves(trial.inputs))
     modes, groups = tuple(m.training for m in trial.model.modules()), trial.mini.groups
@@ -81,7 +83,14 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
     key, facts, groups = _signature(trial, additive), mini.facts, mini.groups
     if key in facts.findings.checked:
         return
+    form = _signature(trial, additive, shapes=False)
+    looks = facts.findings.looks.get(form, ())
+    if len(looks) == 2 and not surprising(*looks, input_sizes(trial), groups.batch, groups.micro):
+        facts.find(checked=facts.findings.checked | {key})
+        return
+    tell = Progress()
     ghostly = any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules())
+    summed = partial(summed_up, batch=groups.batch)
     seen = False  # whether any two micro-batches differ, so that there was something to see
     with torch.compiler.set_stance("force_eager"):
         for _ in range(8):
@@ -89,20 +98,21 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
             before = facts.findings
             alone = [o for o in outputs if isinstance(o, Lifted)]
             _find_leaks(mini, outputs)
-            outputs = freed(outputs)
+            outputs = summed_up(outputs, groups.batch)
             if not ghostly:
+                tell("its forward beside the plain one")
                 _compare_forward(trial, outputs)
+            tell("its forward with samples exchanged")
             for k in {0, groups.kappa - 1}:
                 exchanged, visible = _exchange(trial, k)
                 if not visible:
                     continue
                 seen = True
-                other, changed = exchanged.run(freed)
+                other, changed = exchanged.run(summed)
                 _compare_uses(mini, base, other, k)
                 if facts.findings is not before:
                     break  # reclassified: what was recorded no longer holds
                 _compare_outputs(groups, outputs, changed, k)
-                del other, changed  # they hold the inputs of every layer
             else:
                 _compare_shapes(trial, base)
                 if facts.findings is before:
@@ -111,7 +121,8 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
             raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
         for o in alone:
             raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
-        base.records.clear()
+        seen_now = look(trial, base)
+        tell("its buffers and its losses")
         _compare_unrounded(trial)
         _check_buffers(trial, base.written)
         if additive:
@@ -123,8 +134,11 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
                 table = used == ["embedding"] * used.count("embedding") + ["linear"] * ("linear" in used)
                 entry.table = table and entry.table is not False
         if not facts.findings.passed or coincides(trial):
-            check_gradients(trial)
-    facts.find(passed=True, checked=facts.findings.checked | ({key} if seen else set()))
+            check_gradients(trial, tell)
+    facts.find(passed=True)
+    if seen:
+        looks = extremes((*looks, seen_now))
+        facts.find(checked=facts.findings.checked | {key}, looks={**facts.findings.looks, form: looks})
 
 
 def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
@@ -133,16 +147,17 @@ def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
     Not that of a batch norm, whose statistics change.
     """
     with trial.plainly():
-        plain = trial.outputs()
+        plain = trial.run(partial(summed_up, batch=trial.mini.groups.batch))[1]
     for a, b in zip(outputs, plain, strict=False):
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        if not (isinstance(a, (Tensor, Record)) and isinstance(b, (Tensor, Record))):
             continue
         if a.dtype != b.dtype:
             raise UnsupportedUse(
                 f"the model's forward in one_pass gives {a.dtype} where its own gives {b.dtype}: an operation's rule "
                 "does not follow autocast; please report it, and loop over micro-batches"
             )
-        if not close(a, b, slack=100):
+        x, y = (t.whole if isinstance(t, Record) else t for t in (a, b))
+        if a.shape != b.shape or not close(x, y, slack=100, dtype=a.dtype):
             raise UnsupportedUse(
                 "the model's forward in one_pass differs from its own: an operation writes over a value of parameters, "
                 "or an operation's rule does not cover its use; please report it, and loop over micro-batches"
@@ -156,7 +171,7 @@ def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> N
         found = facts.findings
         first, second = base.records.get(site, []), other.records.get(site, [])
         both = list(zip(first, second, strict=False))
-        if any(not r.placed and not close(r.x, s.x) for r, s in both):
+        if any(not r.placed and not (r.shape == s.shape and _agree(r.whole, s.whole, r)) for r, s in both):
             if site in found.batched:
                 raise _unclear(site)
             # It was only the same for the samples exchanged before.
@@ -176,10 +191,15 @@ def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> N
 
 def _untouched(r: Record, s: Record) -> bool:
     """Whether a use was not touched by the exchange and is not the same for all samples: a constant of fitting size."""
-    if r.axis is None or r.varies or not r.x.numel():
+    if r.axis is None or r.varies or not r.shape.numel():
         return False
-    along = r.x.movedim(r.axis, 0)  # equal, not "close": beside one large sample all others are
-    return torch.equal(r.x, s.x) and not close(along[:1].expand_as(along), along)
+    along = r.rows[r.axis]  # equal, not "close": beside one large sample all others are
+    return torch.equal(r.whole, s.whole) and not _agree(along[:1].expand_as(along), along, r)
+
+
+def _agree(x: Tensor, y: Tensor, record: Record, slack: float = 1) -> bool:
+    """Whether summaries are equal, up to the rounding of the tensors that they are of."""
+    return close(x, y, slack, record.dtype)
 
 
 def _compare_shapes(trial: Trial, base: Probe) -> None:
@@ -194,8 +214,8 @@ def _compare_shapes(trial: Trial, base: Probe) -> None:
     except Exception:  # that it does not run on a few alone is for the loop to say
         return
     for site, records in base.records.items():
-        same = {r.x.shape for r in other.records.get(site, ()) if r.ids is None and (r.axis is None or not r.varies)}
-        if any(r.axis is not None and not r.varies and r.x.shape in same for r in records):
+        same = {r.shape for r in other.records.get(site, ()) if r.ids is None and (r.axis is None or not r.varies)}
+        if any(r.axis is not None and not r.varies and r.shape in same for r in records):
             if site in facts.findings.batched:
                 raise _unclear(site)
             facts.find(constant=facts.findings.constant | {site})
@@ -203,9 +223,9 @@ def _compare_shapes(trial: Trial, base: Probe) -> None:
 
 def _rows_agree(first: list[Record], second: list[Record], groups: Groups, changed: int) -> bool:
     """Whether the rows of the groups that were left alone are the same in two runs."""
-    rows = ([_outside(r, groups, changed) for r in records if r.placed] for records in (first, second))
-    left, right = ([x for x in each if len(x)] for each in rows)
-    return len(left) == len(right) and all(close(x, y) for x, y in zip(left, right, strict=True))
+    rows = ([(_outside(r, groups, changed), r) for r in records if r.placed] for records in (first, second))
+    left, right = ([(x, r) for x, r in each if len(x)] for each in rows)
+    return len(left) == len(right) and all(_agree(x, y, r) for (x, r), (y, _) in zip(left, right, strict=True))
 
 
 def _other_axis(first: list[Record], second: list[Record], groups: Groups, changed: int) -> int | None:
@@ -213,9 +233,9 @@ def _other_axis(first: list[Record], second: list[Record], groups: Groups, chang
     both = (*first, *second)
     if any(r.axis is None for r in both) or not first:
         return None
-    for axis in range(min(r.x.ndim for r in both)):
+    for axis in range(min(len(r.shape) for r in both)):
         left, right = ([r._replace(axis=axis) for r in records] for records in (first, second))
-        if all(r.x.shape[axis] == groups.batch for r in both) and _rows_agree(left, right, groups, changed):
+        if all(r.shape[axis] == groups.batch for r in both) and _rows_agree(left, right, groups, changed):
             return axis
     return None
 
@@ -229,11 +249,11 @@ def _unclear(site: Site) -> UnsupportedUse:
 
 def _compare_outputs(groups: Groups, outputs: list[Any], changed: list[Any], k: int, slack: float = 1) -> None:
     for a, b in zip(outputs, changed, strict=False):
-        if not isinstance(a, Tensor) or not a.requires_grad or a.shape != b.shape:
+        if not isinstance(a, Record) or not a.varies or a.shape != b.shape:
             continue
-        records = [(Record(a, None, d), Record(b, None, d)) for d, n in enumerate(a.shape) if n == groups.batch]
-        others = ([_outside(r, groups, k) for r in both] for both in records)
-        if records and not any(close(x, y, slack) for x, y in others):
+        axes = [d for d, n in enumerate(a.shape) if n == groups.batch]
+        others = ([_outside(r._replace(axis=d), groups, k) for r in (a, b)] for d in axes)
+        if axes and not any(_agree(x, y, a, slack) for x, y in others):
             raise UnsupportedUse(
                 "the model's output for one sample depends on samples of other micro-batches, so its loss is not a "
                 "mean over micro-batches (batch statistics? in-batch negatives?); loop over micro-batches"
@@ -256,7 +276,8 @@ def _compare_unrounded(trial: Trial) -> None:
             stack.enter_context(torch.autocast(kind, enabled=False))
         exchanged, visible = _exchange(small, 0)
         try:
-            before, after = small.outputs(), exchanged.outputs()
+            summed = partial(summed_up, batch=mini.groups.batch)
+            before, after = small.run(summed)[1], exchanged.run(summed)[1]
         except Exception:  # it needs autocast
             return
         if visible:
@@ -356,11 +377,11 @@ def _check_shares(trial: Trial, losses: list[int]) -> None:
             found += torch.autograd.grad(outputs[i], batched, retain_graph=True, allow_unused=True)
         return found
 
-    whole = trial.run(slopes)[1]
+    whole = trial.run(slopes, backward=True)[1]
     for k in range(groups.kappa if any(s is not None for s in whole) else 0):
         rows = slice(k * groups.micro, (k + 1) * groups.micro)
         with trial.plainly():
-            alone = trial.cut(k).run(slopes)[1]
+            alone = trial.cut(k).run(slopes, backward=True)[1]
         for got, own in zip(whole, alone, strict=False):
             if got is None or own is None or got.shape[1:] != own.shape[1:] or got.shape[0] != groups.batch:
                 continue

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..groups import Groups, UnsupportedUse
@@ -24,15 +25,34 @@ from ..weight import same
 # How far values that should be equal may differ, relative to the largest: rounding of the same sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 PIECE = 1 << 22  # elements that are compared at a time
+RUN = 256  # elements that a summary has one sum and one norm of
 
 
 class Record(NamedTuple):
-    """One use of a parameter: the tensor it met, and where its batch is."""
+    """One use of a parameter: where the batch is in the tensor x that it met, and a summary of x.
 
-    x: Tensor
-    ids: Tensor | None
-    axis: int | None
+    A summary takes 1/32 of the memory of x: sums and norms over runs of elements (`summary`). Those of equal tensors
+    are equal.
+    """
+
+    shape: torch.Size  # of x
+    dtype: torch.dtype
+    rows: dict[int, Tensor]  # by dimension that may be the batch's: a row per index there; -1: x as one row
+    ids: Tensor | None = None  # rows in any order: the group of each, by their places in the batch
+    axis: int | None = None
     varies: bool = True  # x is differentiable, so it comes from the batch
+
+    @classmethod
+    def of(cls, x: Tensor, batch: int, axis: int | None = None) -> Record:
+        """What is kept of x, whose batch of so many samples is in the dimension `axis`."""
+        places = {d for d, n in enumerate(x.shape) if n == batch}
+        rows = {d: summary(x, d) for d in (places if axis is None else places | {axis})}
+        return cls(x.shape, x.dtype, rows or {-1: summary(x)}, None, axis, x.requires_grad)
+
+    @property
+    def whole(self) -> Tensor:
+        """All that is known of x."""
+        return next(iter(self.rows.values()))
 
     @property
     def placed(self) -> bool:
@@ -43,7 +63,8 @@ class Record(NamedTuple):
 class Probe:
     """What the rules saw in one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int = 1) -> None:
+        self.batch = batch  # samples
         self.records: dict[Site, list[Record]] = defaultdict(list)
         self.uses: Counter[str] = Counter()  # by parameter: those that deliver squares
         self.served: dict[str, list[str]] = defaultdict(list)  # by parameter: the operations that use it, in order
@@ -51,10 +72,13 @@ class Probe:
 
     def saw(self, names: str, name: str, x: Tensor, axis: int | None = None, routed: Routed | None = None) -> None:
         """Record a use; rows in any order by their places in the batch: a sort by expert need not be stable."""
-        record = Record(x.detach(), None, axis, x.requires_grad)
-        if routed is not None:
+        if routed is None:
+            record = Record.of(x, self.batch, axis)
+        else:
             order = routed.places.argsort(stable=True)
-            record = Record(x.detach()[order], routed.ids[order], None, x.requires_grad)
+            record = Record(
+                x.shape, x.dtype, {0: summary(x.detach()[order], 0)}, routed.ids[order], None, x.requires_grad
+            )
         self.records[names, name].append(record)
 
     def compare(self, names: str, name: str, results: list[Tensor], plain: list[Tensor]) -> None:
@@ -84,11 +108,20 @@ class Trial(NamedTuple):
     model: nn.Module
     inputs: Any
 
-    def run(self, then: Callable[[list[Any]], Any] | None = None) -> tuple[Probe, Any]:
-        """A recorded forward: its record and its outputs, or what `then` makes of them before buffers are restored."""
+    def run(self, then: Callable[[list[Any]], Any] | None = None, *, backward: bool = False) -> tuple[Probe, Any]:
+        """A recorded forward: its record and its outputs, or what `then` makes of them before buffers are restored.
+
+        Without a `backward` in `then` nothing is kept for one: a run then takes the memory of an evaluation.
+        """
+        try:
+            return self._run(then, nullcontext() if backward else saved_tensors_hooks(_forget, _recall))
+        except Forgotten:  # the model differentiates in its forward
+            return self._run(then, nullcontext())
+
+    def _run(self, then: Any, kept: AbstractContextManager[Any]) -> tuple[Probe, Any]:
         mini, facts = self.mini, self.mini.facts
         mode, normed = mini.mode, mini.normed
-        probe = mini.probe = Probe()
+        probe = mini.probe = Probe(mini.groups.batch)
         mini.normed = {}
         mini.mode = mode if mode is Mode.PLAIN else Mode.CHECKING
         for entry in facts.order:
@@ -97,7 +130,7 @@ class Trial(NamedTuple):
         buffers = [(path, m, n, b, b.clone()) for path, m in modules for n, b in m._buffers.items() if b is not None]
         args, kwargs = self.inputs
         try:
-            with torch.random.fork_rng(devices=self.devices):
+            with torch.random.fork_rng(devices=self.devices), kept:
                 outputs = _leaves(self.model(*args, **kwargs))
                 return probe, outputs if then is None else then(outputs)
         finally:
@@ -133,10 +166,15 @@ class Trial(NamedTuple):
         return self._replace(inputs=tree_map(changed, self.inputs))
 
     @contextmanager
-    def of_few(self, few: int) -> Iterator[Trial]:
-        """The trial of the first `few` micro-batches, which are all there are in here."""
-        small, micro, axis = self.cut(0, few), self.mini.groups.micro, self.mini.groups.axis
-        with setting(self.mini, "groups", Groups(few * micro, micro, axis)):
+    def of_few(self, few: int, micro: int | None = None) -> Iterator[Trial]:
+        """The trial of `few` micro-batches, which are all there are in here; of `micro` samples, if that is given."""
+        groups, c = self.mini.groups, None
+        micro = micro or groups.micro
+        if groups.c is not None:  # c_k = W/(κ W_k), and W is now that of a few
+            own = groups.c[:few]
+            c = own * (torch.where(own > 0, 1 / own, 0.0).sum() / few)
+        small = self.with_rows(lambda rows: rows[: few * micro])
+        with setting(self.mini, "groups", Groups(few * micro, micro, groups.axis, c)):
             yield small
 
     def plainly(self) -> AbstractContextManager[None]:
@@ -159,13 +197,31 @@ class Trial(NamedTuple):
         return sorted({e.param.device.index or 0 for e in self.mini.facts.order if e.param.is_cuda})
 
 
-def close(a: Tensor, b: Tensor, slack: float = 1) -> bool:
-    """Whether two results of the same computation are equal, up to `slack` times its rounding."""
+def summary(x: Tensor, axis: int | None = None) -> Tensor:
+    """A row of sums and norms, in float64, for each index of a dimension of x; one row for all of x without one."""
+    x = x.detach()
+    if not x.numel():
+        return torch.zeros(1 if axis is None else x.shape[axis], 0, dtype=torch.float64, device=x.device)
+    rows = x.reshape(1, -1) if axis is None else x.movedim(axis, 0).reshape(x.shape[axis], -1)
+    made = []
+    for piece in rows.split(max(1, PIECE // rows.shape[1])):
+        for part in (piece,) if axis is not None else piece.split(PIECE, 1):
+            wide = part.double()
+            whole = wide.shape[1] // RUN * RUN
+            runs = [wide[:, :whole].unflatten(1, (-1, RUN))] if whole else []
+            runs += [wide[:, None, whole:]] if whole < wide.shape[1] else []
+            made.append(torch.cat([f for r in runs for f in (r.sum(-1), torch.linalg.vector_norm(r, dim=-1))], 1))
+    return torch.cat(made, 0 if axis is not None else 1)
+
+
+def close(a: Tensor, b: Tensor, slack: float = 1, dtype: torch.dtype | None = None) -> bool:
+    """Whether two results of the same computation are equal, up to `slack` times its rounding, in `dtype` or theirs."""
     if a.shape != b.shape:
         return False
-    if not a.is_floating_point():
+    dtype = dtype or a.dtype
+    if not dtype.is_floating_point:
         return bool((a == b).all())
-    tolerance = slack * TOLERANCE.get(a.dtype, 1e-2 / slack)
+    tolerance = slack * TOLERANCE.get(dtype, 1e-2 / slack)
     if torch.is_autocast_enabled(a.device.type):
         tolerance = max(tolerance, 1e-2 if slack == 1 else 5e-2)
     scale, equal = 0.0, True
@@ -182,6 +238,21 @@ def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield x.double(), y.double()
 
 
+class Forgotten(RuntimeError):  # noqa: N818 - it names what happened
+    """A backward needs what a run has not kept."""
+
+
+def _forget(t: Tensor) -> Any:
+    """Keep of what autograd saves only indices, by which rows are followed (`routing`)."""
+    return None if t.is_floating_point() else t
+
+
+def _recall(kept: Any) -> Tensor:
+    if kept is None:
+        raise Forgotten("a check's run keeps nothing for a backward")
+    return kept  # type: ignore[no-any-return]
+
+
 def _leaves(value: Any) -> list[Any]:
     """The leaves of nested outputs, dataclasses included."""
     out = []
@@ -194,6 +265,11 @@ def _leaves(value: Any) -> list[Any]:
 def freed(outputs: list[Any]) -> list[Any]:
     """The outputs without the graph behind them, which holds every activation of its run."""
     return [o.detach().requires_grad_(o.requires_grad) if isinstance(o, Tensor) else o for o in outputs]
+
+
+def summed_up(outputs: list[Any], batch: int) -> list[Any]:
+    """The outputs as records, since they may be the largest tensors that there are; scalars as they are."""
+    return [Record.of(o, batch) if isinstance(o, Tensor) and o.ndim else o for o in freed(outputs)]
 
 
 def differentiable(outputs: list[Any]) -> list[Tensor]:

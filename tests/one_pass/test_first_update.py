@@ -1,0 +1,176 @@
+"""The check of the first update: it takes no more memory than the step, and sees what it saw on all samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loop_oracle import assert_exact
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import invariant_adam as ia
+from invariant_adam.one_pass import one_pass
+from invariant_adam.one_pass.groups import UnsupportedUse
+from invariant_adam.one_pass.verify import against_loop, progress
+from invariant_adam.one_pass.verify.probe import summary
+from invariant_adam_lab.bench.memory import growth
+
+B, D = 24, 8
+
+
+def loss(model: nn.Module, batch: tuple) -> Tensor:
+    return model(*batch).flatten(1).sin().sum(1).mean()
+
+
+class Deep(nn.Module):
+    """Activations that outweigh the parameters, or the reverse."""
+
+    def __init__(self, width: int, depth: int, again: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda t, f=layer: f(t).tanh(), x, use_reentrant=False) if self.again else layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(("width", "length"), [(32, 128), (512, 4)], ids=["activations", "parameters"])
+@pytest.mark.parametrize("M", [1, 8])
+def test_the_first_update_takes_the_memory_of_the_second(width: int, length: int, M: int, again: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Deep(width, 6, again), torch.randn(B, length, width)
+    opt = ia.InvariantAdam(model.parameters())
+
+    def update() -> None:
+        with one_pass(model, M), torch.autocast("cpu", torch.bfloat16):
+            model(x).float().square().mean().backward()
+        opt.step()
+
+    first, second = (growth(update, lambda: None, torch.device("cpu")).peak for _ in range(2))
+    held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())  # weights and moments
+    room = 28 * 512 * 512  # that of the largest parameter in the comparison
+    assert held + first <= 1.15 * (held + second) + room
+
+
+def test_parameters_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(against_loop, "PIECE", 1)
+    torch.manual_seed(0)
+    model = Deep(D, 5).double()
+    assert len(list(against_loop._pieces([_Sized(p.numel()) for p in model.parameters()]))) > 2
+    assert_exact(model, (torch.randn(B, 3, D, dtype=torch.float64),), loss, 4)
+
+
+class _Sized:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class Mixed(nn.Module):
+    """Samples that are apart by `distance` meet, in the values or in the rows of a layer alone."""
+
+    def __init__(self, distance: int, strength: float, back: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+        self.distance, self.strength, self.back = distance, strength, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.back:  # the outputs do not tell: each sample comes back to its place
+            return self.second(h.roll(self.distance, 0)).roll(-self.distance, 0)
+        return self.second(h + self.strength * h.roll(self.distance, 0))
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["values", "rows"])
+@pytest.mark.parametrize("distance", [1, 2, 3, 4, 6, 12])
+def test_samples_far_apart_that_meet_are_seen(distance: int, back: bool) -> None:
+    """A check on a few samples would not see it: there the distance may be a whole turn."""
+    torch.manual_seed(0)
+    model, x = Mixed(distance, 0.01, back), torch.randn(B, D)
+    with pytest.raises(UnsupportedUse, match="micro-batch"), one_pass(model, 1):
+        loss(model, (x,)).backward()
+
+
+@pytest.mark.parametrize("M", [1, 2])
+@pytest.mark.parametrize("strength", [1e-3, 0.3])
+def test_weak_influence_is_seen(strength: float, M: int) -> None:
+    torch.manual_seed(0)
+    model, x = Mixed(B // 2, strength, False), torch.randn(B, D)
+    with pytest.raises(UnsupportedUse, match="micro-batch"), one_pass(model, M):
+        loss(model, (x,)).backward()
+
+
+class Force(nn.Module):
+    """A model that differentiates in its forward, and so needs what a check's run would not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.ones_like(x, requires_grad=True)
+        (slope,) = torch.autograd.grad((at * x).sin().sum(), at)
+        return self.energy(slope.detach())
+
+
+@pytest.mark.parametrize("M", [1, 5])
+def test_a_model_that_differentiates_in_its_forward(M: int) -> None:
+    torch.manual_seed(0)
+    assert_exact(Force().double(), (torch.randn(B, D, dtype=torch.float64),), loss, M)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 1000), (6, 700), (5,), (0, 3)])
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_a_summary_tells_of_every_element(shape: tuple[int, ...], axis: int | None) -> None:
+    torch.manual_seed(0)
+    if axis is not None and axis >= len(shape):
+        return
+    x = torch.randn(shape)
+    before = summary(x, axis)
+    assert before.shape[0] == (1 if axis is None else shape[axis])
+    for place in [0, x.numel() // 2, x.numel() - 1] if x.numel() else []:
+        y = x.clone()
+        y.view(-1)[place] += 1e-3
+        changed = (summary(y, axis) != before).any(1)
+        assert changed.sum() == 1
+    if x.numel():
+        assert before.numel() <= 2 * x.shape.numel() // 256 + 2 * before.shape[0]
+
+
+class Reader(nn.Module):
+    """Positions, and layers before and after every second place is dropped; `first` has time before the batch."""
+
+    def __init__(self, time_first: bool) -> None:
+        super().__init__()
+        self.places, self.layer, self.halved = nn.Embedding(200, D), nn.Linear(D, D), nn.Embedding(100, D)
+        self.time_first, self.runs = time_first, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        h = x + self.places(torch.arange(x.shape[1]))
+        h = self.layer(h.transpose(0, 1)).transpose(0, 1) if self.time_first else self.layer(h)
+        h = h[:, ::2].tanh()
+        return h + self.halved(torch.arange(h.shape[1]))
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+def test_lengths_are_looked_at_twice_and_where_they_could_be_the_batch(time_first: bool) -> None:
+    torch.manual_seed(0)
+    model, runs = Reader(time_first).double(), {}
+    for length in (9, 33, 60, B, B - 1, 2 * B, 2 * B - 1, 77, 101):
+        model.runs = 0
+        assert_exact(model, (torch.randn(B, length, D, dtype=torch.float64),), loss, 4)
+        runs[length] = model.runs
+    quiet = min(runs.values())
+    assert [n for n in runs if runs[n] == quiet] == [60, 77]
+
+
+def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    model = nn.Linear(D, D)
+    with caplog.at_level("INFO", "invariant_adam"), one_pass(model, 4):
+        loss(model, (torch.randn(B, D),)).backward()
+    assert "gradients beside those of a loop" in caplog.text
+    assert "samples exchanged" in caplog.text
