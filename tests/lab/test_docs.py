@@ -40,6 +40,27 @@ def test_the_claims_of_the_speed_page_hold_in_the_results():
         assert round(row["tensors"], 1) == (4 if row["method"] in ("plain", "accumulate") else 3), row["method"]
 
 
+def said(name):
+    """The words of a page, without its line breaks."""
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_claims_of_the_pages_about_kernels_and_steps_hold_in_the_results():
+    ratios = [row["ratio"] for row in result("gemm_square_h200")["rows"]]
+    assert f"[{min(ratios):.1f} to {max(ratios):.2f} times]" in said("kernels.md")
+    totals = {row["model"]: row["ratio"] for row in result("conv_square_h200")["rows"] if "all_plain_ms" in row}
+    assert f"ResNet-18 together take {totals['resnet18']:.2f} times" in said("kernels.md")
+    assert f"ResNet-50 {totals['resnet50']:.2f} times" in said("kernels.md")
+    assert "cost what they cost with AdamW, within 3 %" in said("speed.md")
+    for row in result("one_pass_h200")["rows"]:
+        if row["method"] in ("one-pass", "into") and row["compiled"] and row["model"].startswith(("gpt", "vit")):
+            assert row["ratio"] < 1.035
+
+
 def test_the_claims_of_the_one_pass_page_hold_in_the_results():
     cells = json.loads((ROOT / "benchmarks" / "results" / "peers_cpu.json").read_text())["cells"]
     for ours in (c for c in cells if c["method"] == "ours"):
