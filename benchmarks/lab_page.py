@@ -111,21 +111,6 @@ def _chosen(found, rows):
     return plain, first, paper, [r for r in paper if r.series.algorithm == "invariant" or r.series == r.series.rival]
 
 
-def summary(folder):
-    """The paper's comparison in a few lines, for the README."""
-    found = lab.load(folder)
-    more = ", and a GPT on Shakespeare" if "gpt" in found.models else ""
-    yield f"The paper's experiments on CIFAR-10{more}: the same samples in the same order at every batch size."
-    yield "The spread is the largest difference of the log training loss between batch sizes, as a mean over epochs."
-    lacking = sum(len(grid.get("missing", ())) for grid in found.grids.values())
-    if lacking:
-        yield f"{lacking} runs of these grids are still to be made; a cell with fewer batch sizes names them."
-    yield ""
-    yield from spread_table(found, _chosen(found, measures.spreads(found))[-1])
-    yield ""
-    yield f"![the spread over batch sizes against the final loss]({FIGURES.as_posix()}/speed.png)"
-
-
 class _Figures:
     """Links to the figures that are kept."""
 

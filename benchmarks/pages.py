@@ -509,13 +509,6 @@ def nccl_rows():
             yield "| " + " | ".join(cells) + " |"
 
 
-def lab_rows():
-    if any((ROOT / LAB).glob("*/results.csv")):
-        import lab_page
-
-        yield from lab_page.summary(ROOT / LAB)
-
-
 def matched_rows():
     """The honest ratio: how much closer the curves of batch sizes lie, where both optimizers reach the same loss."""
     import lab_speed

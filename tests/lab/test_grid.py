@@ -176,6 +176,24 @@ def test_a_stopped_grid_goes_on(setup):
     assert saved["preset"] == "smoke"
 
 
+def test_results_are_a_parquet_file_too(setup, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    found = grid.plan("vit", "smoke", choice=TINY)
+    row = dict.fromkeys(("train_loss", "train_accuracy", "test_loss", "test_accuracy", "lr", "seconds"), 1.5)
+    for run in found.runs:  # without the loss at the end of the epoch, as older runs
+        store.save(run, [{**row, "epoch": 1, "samples": 40}], setup)
+    store.gather(found, setup, "")
+    path = setup.folder / "results.parquet"
+    table = parquet.read_table(path)
+    assert table.column_names == list(COLUMNS)
+    read, csv_rows = table.to_pylist(), rows_of(setup.folder)
+    assert [each["batch_size"] for each in read] == [int(each["batch_size"]) for each in csv_rows]
+    assert {(each["ramp"], each["end_train_loss"], each["train_loss"]) for each in read} == {("", None, 1.5)}
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # not installed
+    store.gather(found, setup, "")
+    assert not path.exists()
+
+
 def test_a_grid_made_in_parts_is_gathered_whole(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     small, large = ([run for run in found.runs if (run.batch_size == 5) == part] for part in (True, False))

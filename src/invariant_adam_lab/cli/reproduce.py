@@ -308,8 +308,11 @@ def _begin(plan: Grid, mine: list[Run], setup: Setup, shard: str, *, no_gpu: boo
     if not setup.tensorboard:
         remedy = "pip install 'invariant-adam[tensorboard]'"
         stderr.print(f"TensorBoard is not installed, so that no logs are written for it: {remedy}", markup=False)
+    if importlib.util.find_spec("pyarrow") is None:
+        remedy = "pip install 'invariant-adam[parquet]'"
+        stderr.print(f"pyarrow is not installed, so that no results.parquet is written: {remedy}", markup=False)
     lines = _Lines(mine, setup)
-    if plan.small:
+    if plan.made_up:
         say(
             "note: --preset smoke only tests that everything works: small models, made-up data, numbers without meaning"
         )

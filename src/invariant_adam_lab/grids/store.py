@@ -1,4 +1,4 @@
-"""The files of a grid: one for each finished run, and results.csv and grid.json for all of them.
+"""The files of a grid: one for each finished run; results.csv, the same as results.parquet, and grid.json for all.
 
 A grid resumes where it was stopped, and takes runs that another grid in the same folder has made.
 """
@@ -134,6 +134,7 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
     lines.sort(key=lambda line: [f"{cell:>24}" for cell in line[: len(SETTINGS) + 1]])
     writer.writerows(lines)
     record.write(setup.folder / "results.csv", buffer.getvalue())
+    write_parquet(setup.folder / "results.parquet", lines)
     commands, earlier = (_listed(setup.folder / "grid.json", key) for key in ("commands", "missing"))
     names = {run.name for run in done}
     # Compared by all settings: runs that differ only in B_max share a name.
@@ -164,6 +165,30 @@ def gather(grid: Grid, setup: Setup, command: str) -> dict[str, Any]:
         result["date"] = max(found["date"] for found in made)
     record.write_json(setup.folder / "grid.json", result)
     return result
+
+
+def write_parquet(path: Path, lines: list[list[Any]]) -> bool:
+    """Write the rows of a results.csv as Parquet, with what was not measured as null; False without pyarrow.
+
+    A file of earlier rows is then removed: it would tell another story than results.csv.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        path.unlink(missing_ok=True)
+        return False
+    texts = ("model", "algorithm", "rule", "ramp")
+    whole = ("batch_size", "micro_batch_size", "max_batch_size", "seed", "warmup_samples", "order", "epoch", "samples")
+    types = {name: pa.string() for name in texts} | {name: pa.int64() for name in whole}
+    columns = {}
+    for i, name in enumerate(COLUMNS):
+        cells = [None if line[i] == "" and name not in texts else line[i] for line in lines]
+        columns[name] = pa.array(cells, types.get(name, pa.float64()))
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    record.write(path, sink.getvalue().to_pybytes())
+    return True
 
 
 def _dataset(grid: Grid, setup: Setup) -> str:
