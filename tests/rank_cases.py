@@ -144,7 +144,7 @@ def differences(model: nn.Module, opt: Any, twin: nn.Module, judge: Any) -> dict
 def noise_apart(opt: Any, judge: Any) -> float:
     """How far the noise scale of ranks, which may hold pieces of the moments, is from that of one process, relative."""
     mine, theirs = opt.noise_scale(), judge.noise_scale()
-    assert mine.layers.keys() == theirs.layers.keys()
+    assert len(mine.layers) == len(theirs.layers)  # their names tell the group, which may be another
     pairs = [(mine, theirs), *zip(mine.layers.values(), theirs.layers.values(), strict=True)]
     return max(abs(a.noise - b.noise) / max(abs(b.noise), 1e-9) for a, b in pairs)
 
@@ -615,6 +615,7 @@ def plain_state_dicts(mode: str) -> float:
             q.copy_(p)
             r.copy_(full(p))
     found = differences(other, again, twin, judge)
+    assert found.pop("noise") < 1e-5  # sums of pieces, in float32
     more = spread_over(world, 1, 3)[2:]
     train(model, opt, more, dist.get_rank(), skips=False)
     train(other, again, more, dist.get_rank(), skips=False)
