@@ -5,19 +5,24 @@ from typer.testing import CliRunner
 
 from invariant_adam_lab.cli import app
 from invariant_adam_lab.grids.grid import Choice
-from invariant_adam_lab.training import data
+from invariant_adam_lab.training import data, tokens
 from invariant_adam_lab.training.runs import Run
 from invariant_adam_lab.training.source import Source, load
 
 TINY = Choice(epochs=1, lrs=(1e-3,), batch_sizes=(5, 20), samples=40)
 CPU = torch.device("cpu")
 M, MAX = 5, 20
+WORDS = ["a", "batch", "of", "one", "and", "then", "another", "two", "make", "the", "moment", "all", "that", "is"]
 TEXT = "".join(chr(97 + (i * i + i // 7) % 17) for i in range(4_000))
 
 
 def small_source(model: str, device: torch.device = CPU, **how) -> Source:
     """What a model trains on: 90 images and 30 to test, or a text."""
-    found = data.encode(TEXT) if model == "gpt" else data.synthetic(90, 30)
+    found = data.synthetic(90, 30)
+    if model == "gpt":
+        found = data.encode(TEXT)
+    if model == "gpt2":
+        found = tokens.encode([" ".join(WORDS[(i * i // 3 + i // 7) % 14] for i in range(8_000))], 300)
     return load(model, device, small=True, found=found, **how)
 
 

@@ -23,6 +23,7 @@ def test_the_recipe_is_the_papers():
         "resnet-ln": ("cifar10", sizes, 25, True, False, 0.0),
         "vit": ("cifar10", sizes[:5], 25, False, True, 0.1),
         "gpt": ("tinyshakespeare", (8, 16, 32, 64, 128, 256), 8, True, False, 0.0),  # a text has no flips
+        "gpt2": ("text", (8, 32, 128, 256), 8, True, False, 0.0),
     }
     models = {name: (recipe.model, recipe.options) for name, recipe in RECIPES.items()}
     assert models == {
@@ -30,7 +31,9 @@ def test_the_recipe_is_the_papers():
         "resnet-ln": ("resnet18", {"norm": "layer"}),
         "vit": ("vit-cifar", {}),
         "gpt": ("gpt-char", {}),
+        "gpt2": ("gpt2-124m", {"context": 1024, "tied": True}),
     }
+    assert {name for name, recipe in RECIPES.items() if recipe.betas != BETAS or recipe.weight_decay} == {"gpt2"}
     assert BETAS == (0.9, 0.999)
 
 

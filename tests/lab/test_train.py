@@ -109,7 +109,7 @@ def test_the_loss_at_the_end_is_of_a_fixed_part_that_is_not_augmented(model, sou
     source, settings = sources[model], run(model, samples=40, epochs=1, lr0=1e-30)  # the weights do not move
     row = train.finish(train.train(settings, source))[-1]
     net = train.make_model(settings, source).eval()
-    whole = source.found.ids[: 17 * 32 + 1].long() if model == "gpt" else None
+    whole = source.found.ids[: 17 * 32 + 1].long() if model.startswith("gpt") else None
     samples = (source.found.x[:17], source.found.y[:17]) if whole is None else (whole.unfold(0, 33, 32),)
     x, y = source.inputs(samples)
     if model != "resnet-bn":  # whose statistics move with the forward passes
@@ -190,7 +190,7 @@ def test_the_test_loss_is_the_mean_over_all_test_samples_without_smoothing(model
     source = sources[model]
     net = train.make_model(run(model), source)
     loss, right = train.evaluate(net, source).tolist()
-    if model == "gpt":
+    if model.startswith("gpt"):
         ids = source.found.test_ids.long()
         samples = [(ids[i : i + 32][None], ids[i + 1 : i + 33]) for i in range(0, len(ids) - 32, 32)]
     else:

@@ -34,6 +34,7 @@ class Model(str, enum.Enum):
     resnet_ln = "resnet-ln"
     vit = "vit"
     gpt = "gpt"
+    gpt2 = "gpt2"
 
 
 class Preset(str, enum.Enum):
@@ -102,9 +103,11 @@ MaxBatch = Annotated[
 ]
 Warmup = Annotated[str, typer.Option(metavar="LIST", help="Linear warm-ups in samples; 0 is none.")]
 Grow = Annotated[
-    str,
+    str | None,
     typer.Option(
-        metavar="LIST", help="Grow in: no update is larger than this part of what was seen; 0.1 is usual, 0 is none."
+        metavar="LIST",
+        help="Grow in: no update is larger than this part of what was seen; 0.1 is usual, 0 is none. By default none; "
+        "for gpt2 invariant Adam by 0.1.",
     ),
 ]
 Order = Annotated[
@@ -147,7 +150,7 @@ DataPath = Annotated[
     typer.Option(
         "--data",
         metavar="PATH",
-        help="Where the dataset is, as data --path has it; for gpt any text.",
+        help="Where the dataset is, as data --path has it; for gpt any text, for gpt2 any text or folder of texts.",
         rich_help_panel=HOW,
     ),
 ]
@@ -185,7 +188,7 @@ def reproduce(
     micro_batch: MicroBatch = None,
     max_batch: MaxBatch = None,
     warmup: Warmup = "0",
-    grow: Grow = "0",
+    grow: Grow = None,
     order: Order = "0",
     workers: Workers = 1,
     lanes: Lanes = None,
@@ -220,6 +223,7 @@ def reproduce(
     from ..grids import grid as grids
     from ..grids import store
     from ..results.curves import load
+    from ..training.runs import RECIPES
 
     where = _where(device, preset, dry_run)
     with _refusals(out, path):
@@ -235,7 +239,7 @@ def reproduce(
             micro_batch,
             max_batch,
             numbers("--warmup", warmup, int) or (),
-            numbers("--grow", grow, float) or (),
+            numbers("--grow", grow, float),
             numbers("--order", order, int) or (),
         )
         plan = grids.plan(model.value, preset.value, grid.value, choice)
@@ -251,7 +255,7 @@ def reproduce(
         engine.value,
         graphs,
         compiled,
-        lanes or (4 if where == "cuda" else 1),
+        lanes or (4 if where == "cuda" and not RECIPES[model.value].most else 1),
         workers,
         precision_of(precision, where),
         None if budget is None else time.time() + budget,

@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     micro_batch_size: int | None = None
     max_batch_size: int | None = None
     warmup_samples: tuple[int, ...] = (0,)
-    grow: tuple[float, ...] = (0.0,)
+    grow: tuple[float, ...] | None = None
     orders: tuple[int, ...] = (0,)  # of micro-batches; those above 0 are of runs at B = M, for the order floor
 
 
@@ -90,6 +90,8 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
     recipe, small = RECIPES[model], preset == "smoke"  # the batches of made-up data are small too
     M = choice.micro_batch_size or (5 if small else recipe.micro_batch_size)
     sizes = recipe.batch_sizes if preset == "paper" else (5, 10, 20) if small else recipe.batch_sizes[::2]
+    if recipe.once and not small:
+        sizes = recipe.batch_sizes
     if preset in ("short", "tiny") and sizes[-1] != recipe.batch_sizes[-1]:
         sizes = (*sizes, recipe.batch_sizes[-1])
     sizes = tuple(sorted(set(choice.batch_sizes or sizes)))
@@ -100,24 +102,30 @@ def plan(model: str, preset: str, grid: str = "curves", choice: Choice | None = 
         "tiny": (3e-4, 1e-3, 3e-3, 1e-2),
         "smoke": (1e-3, 1e-2),
     }[preset]
+    if recipe.lrs and preset in ("paper", "short"):
+        lrs = recipe.lrs
     if grid == "tuned" and not small:
         lrs = tuple(float(f"{a}e{b}") for b in (-5, -4, -3) for a in (1, 3))
     lrs = choice.lrs or lrs
     seeds = choice.seeds or (tuple(range(3)) if preset == "paper" else (0,))
+    epochs = choice.epochs or {"paper": 10 if recipe.once else 200, "short": 10, "tiny": 6, "smoke": 2}[preset]
+    least = largest * (epochs if recipe.once else 1)
     common: dict[str, Any] = {
         "max_batch_size": largest,
-        "epochs": choice.epochs or {"paper": 200, "short": 10, "tiny": 6, "smoke": 2}[preset],
-        "samples": choice.samples or (TINY_UPDATES * largest if preset == "tiny" else 0),
+        "epochs": epochs,
+        "samples": choice.samples or (TINY_UPDATES * least if preset == "tiny" else 0),
         "small": preset in ("tiny", "smoke"),
     }
-    if choice.samples and choice.samples < largest:
+    if choice.samples and choice.samples < least:
+        parts = f", in each of epochs={epochs}" * recipe.once
         raise ValueError(
-            f"samples must be at least max_batch_size={largest}, the samples of an update at the largest batch size, "
-            f"got {choice.samples}"
+            f"samples must be at least max_batch_size={largest}, the samples of an update at the largest batch size"
+            f"{parts}, got {choice.samples}"
         )
     runs: dict[Run, None] = {}
-    for warmup, grow, order in itertools.product(choice.warmup_samples, choice.grow, choice.orders):
+    for warmup, asked, order in itertools.product(choice.warmup_samples, choice.grow or (None,), choice.orders):
         for algorithm, rule in choice.algorithms or GRIDS[grid]:
+            grow = asked if asked is not None else recipe.grow if algorithm == "invariant" else 0.0
             for micro in _micro_batch_sizes(grid, algorithm, M, largest):
                 floor = [(micro, "")] if order else []
                 for batch, ramp in floor or _batch_sizes(grid, algorithm, sizes, micro, micro == M):
@@ -203,11 +211,14 @@ def work(run: Run) -> float:
 
 def epoch_samples(run: Run) -> int:
     """The samples of an epoch, about."""
-    return run.samples or training_set(run.model, run.small)
+    whole = run.samples or training_set(run.model, run.small)
+    return whole // run.epochs if RECIPES[run.model].once else whole
 
 
 def training_set(model: str, small: bool = False) -> int:
     """The samples of a model's training set, about; the data need not be there."""
+    if RECIPES[model].dataset == "text":
+        return 160 if small else 100_000  # 100 million tokens
     images = RECIPES[model].dataset == "cifar10"
     return (MADE_UP_IMAGES if images else 40) if small else 50_000 if images else 3_900
 

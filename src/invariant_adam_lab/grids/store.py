@@ -18,7 +18,7 @@ import torch
 
 from .. import record
 from ..results.curves import COLUMNS, NOT_ALWAYS, PER_EPOCH, SETTINGS
-from ..training import data
+from ..training import data, tokens
 from ..training.runs import RECIPES, Run
 from ..training.train import Row
 from .grid import Grid
@@ -67,6 +67,10 @@ def digest(model: str, made_up: bool, path: Path | None) -> str:
         return "made-up"
     if RECIPES[model].dataset == "cifar10":
         return data.CIFAR10_DIGEST
+    if RECIPES[model].dataset == "text":
+        if path is None:
+            raise data.DataError(f"{model} trains on a text of your own; name a file or a folder by --data")
+        return tokens.documents(path)[1]
     return data.SHAKESPEARE_DIGEST if path is None else data.text(path).digest()
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..bench import timing
-from ..training import data, train
-from ..training.runs import RECIPES, Run
+from ..training import data, tokens, train
+from ..training.runs import RECIPES, SMALL_VOCABULARY, Run
 from ..training.source import Source, load
 from ..training.train import Row
 from . import store
@@ -32,6 +32,9 @@ def made_up(model: str) -> data.Images | data.Text:
     if RECIPES[model].dataset == "cifar10":
         return data.synthetic(MADE_UP_IMAGES, MADE_UP_IMAGES // 2)
     words = ["batch", "size", "of", "one", "and", "then", "another", "moment"]
+    if RECIPES[model].vocabulary:  # more of it, as a token is a word or more
+        text = " ".join(words[(i * i + i // 3) % 8] for i in range(6_000))
+        return tokens.encode([text], SMALL_VOCABULARY)
     return data.encode(" ".join(words[(i * i + i // 3) % 8] for i in range(1_500)))
 
 
@@ -48,8 +51,12 @@ def prepare(grid: Grid, setup: Setup, tell: data.Tell = lambda text: None) -> da
     run = grid.runs[0]
     if run.samples > count:
         raise ValueError(f"samples must be at most the {count:,} of the training set, got {run.samples}")
+    part = "" if not RECIPES[grid.model].once else f" of each of epochs={run.epochs}"
+    count //= run.epochs if part else 1
     if run.max_batch_size > count:
-        raise ValueError(f"max_batch_size must be at most the {count:,} training samples, got {run.max_batch_size}")
+        raise ValueError(
+            f"max_batch_size must be at most the {count:,} training samples{part}, got {run.max_batch_size}"
+        )
     return found
 
 
@@ -58,6 +65,10 @@ def _find(model: str, setup: Setup, tell: data.Tell = lambda text: None) -> data
         return made_up(model)
     if RECIPES[model].dataset == "cifar10":
         return data.cifar10(setup.path, tell)[0]
+    if RECIPES[model].vocabulary:
+        if setup.path is None:
+            raise data.DataError(f"{model} trains on a text of your own; name a file or a folder by --data")
+        return tokens.tokens(setup.path, SMALL_VOCABULARY if setup.small else RECIPES[model].vocabulary, tell)
     return data.tinyshakespeare(tell=tell)[0] if setup.path is None else data.text(setup.path)
 
 

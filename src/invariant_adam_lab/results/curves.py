@@ -25,9 +25,10 @@ SETTINGS = (
     "model", "algorithm", "rule", "batch_size", "micro_batch_size", "max_batch_size", "lr0", "seed", "warmup_samples",
     "ramp", "grow", "order",
 )  # fmt: skip
-PER_EPOCH = ("epoch", "samples", *METRICS, "lr", "seconds")
+OF_ONE_PASS = ("noise_scale", "peak_memory")  # samples, bytes: of a model that sees its data once
+PER_EPOCH = ("epoch", "samples", *METRICS, "lr", "seconds", *OF_ONE_PASS)
 COLUMNS = (*SETTINGS, *PER_EPOCH)
-NOT_ALWAYS = ("end_train_loss",)  # of PER_EPOCH: what older runs did not measure
+NOT_ALWAYS = ("end_train_loss", *OF_ONE_PASS)  # of PER_EPOCH: what older runs, or runs of other models, lack
 LATER = ("grow", "order", *NOT_ALWAYS)  # columns that older files lack
 
 NAMES = {
@@ -43,6 +44,7 @@ MODELS = {
     "resnet-ln": "ResNet-18, layer norm",
     "vit": "ViT, QK-norm",
     "gpt": "GPT, characters",
+    "gpt2": "GPT-2, text",
 }
 LAWS = {"linear": "η ∝ B", "exponential": "η ∝ B", "square_root": "η ∝ √B", "none": "η constant"}
 SAME_AT_M = ("invariant", "standard", "accumulate", "micro", "adama")  # the same Adam where B = M

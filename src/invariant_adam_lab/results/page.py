@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import record
-from .curves import METRICS, MODELS, PER_EPOCH, Results, Series, rate
+from .curves import METRICS, MODELS, OF_ONE_PASS, PER_EPOCH, Results, Series, rate
 from .measures import SpreadRow, floor, matched, ranges, remarks, spreads
 from .style import rate_colours
 
@@ -151,6 +151,7 @@ def _order(results: Results, model: str) -> list[Series]:
 def _data(results: Results) -> dict[str, Any]:
     """What the script draws from: each run's columns, null for what is no number."""
     orders = {model: _order(results, model) for model in results.models}
+    shown = [name for name in PER_EPOCH if name not in ("lr", *OF_ONE_PASS)]
 
     def number(value: float) -> float | None:
         # Seven digits: the spreads of interest are differences of 1e-4 of the loss.
@@ -177,7 +178,7 @@ def _data(results: Results) -> dict[str, Any]:
                 "seed": run.seed,
                 "ramp": run.ramp,
                 "diverged": run.diverged,
-                **{name: [number(value) for value in run.columns[name]] for name in PER_EPOCH if name != "lr"},
+                **{name: [number(value) for value in run.columns[name]] for name in shown},
                 "seconds": [number(value) for value in itertools.accumulate(run.columns["seconds"])],
             }
             for run in results.runs

@@ -22,7 +22,7 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class Text(NamedTuple):
 
     ids: Tensor  # (characters,), uint8
     test_ids: Tensor
-    vocab: str
+    vocab: Sequence[str]  # what each number stands for
 
     def decode(self) -> str:
         """Return the text as it was."""

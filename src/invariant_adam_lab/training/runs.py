@@ -11,8 +11,9 @@
 
 With ρ = B/B_max, η₀ and the betas (0.9, 0.999) hold at B_max, as in the paper: γ′ = ργ, and η = ρη₀ (rule "linear") or
 √ρη₀ ("square_root"). The learning rate is constant, after a linear warm-up in samples if one is asked for; there is no
-weight decay. A run may be grown in, by the rule of `invariant_adam.BatchGrowth`: its first mini-batches are cut into
-updates that grow with what was seen.
+weight decay. GPT-2, which the paper lacks, is trained as language models are: one pass over a text, warm-up and cosine
+in samples, weight decay and betas (0.9, 0.95). A run may be grown in, by the rule of `invariant_adam.BatchGrowth`: its
+first mini-batches are cut into updates that grow with what was seen.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ class Recipe(NamedTuple):
     flip: bool = True
     auto: bool = False
     smoothing: float = 0.0
+    betas: tuple[float, float] = BETAS
+    weight_decay: float = 0.0  # of matrices
+    once: bool = False  # an epoch is a part of one pass over the data, on a warm-up and a cosine in samples
+    lrs: tuple[float, ...] = ()  # of full-size models, at B_max; none: those of the paper
+    grow: float = 0.0  # of invariant Adam, where nothing else is asked for
+    vocabulary: int = 0  # tokens of a text; 0: its characters
+    most: int = 0  # samples of a backward, which memory limits; 0: any
 
 
 _CIFAR_SIZES = (25, 50, 100, 200, 400, 800)
@@ -71,7 +79,25 @@ RECIPES = {
         (8, 16, 32, 64, 128, 256),
         8,
     ),
+    "gpt2": Recipe(
+        "gpt2-124m",
+        {"context": 1024, "tied": True},
+        {"width": 32, "depth": 2, "heads": 2, "context": 32},
+        "text",
+        (8, 32, 128, 256),
+        8,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        once=True,
+        lrs=(3e-4, 6e-4, 1.2e-3),
+        grow=0.1,
+        vocabulary=32_768,
+        most=32,
+    ),
 }
+SMALL_VOCABULARY = 512  # tokens, for small models
+WARMUP = 0.05  # of one pass
+COSINE_FLOOR = 0.1  # the last learning rate of one pass over the highest
 
 
 class Run(NamedTuple):

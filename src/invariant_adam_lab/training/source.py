@@ -19,6 +19,7 @@ from .runs import RECIPES, Recipe
 
 KEPT_BYTES = 8 << 30  # of epochs that a GPU keeps for the next run; the CPU keeps one epoch
 TEST_BATCH = 1_000  # samples
+TEST_LOGITS = 1 << 29  # of sequences that are tested at once
 FIXED_IMAGES, FIXED_SEQUENCES = 5_000, 500  # of the training set, whose loss is taken at the end of each epoch
 
 
@@ -29,7 +30,7 @@ class Source:
         found: images or a text.
         recipe: how it is augmented.
         device: where it goes.
-        context: characters of a sequence, where it is a text.
+        context: characters or tokens of a sequence, where it is a text.
         precision: "float32", or "bfloat16" for autocast with float32 weights.
     """
 
@@ -55,8 +56,9 @@ class Source:
         else:
             self.count = (len(found.ids) - context) // context  # for every start in the first `context` characters
             if self.count < 1 or len(found.test_ids) <= context:
+                unit = "tokens" if recipe.vocabulary else "characters"
                 raise ValueError(
-                    f"a text of {len(found.ids):,} and {len(found.test_ids):,} held-out characters has no sequence of "
+                    f"a text of {len(found.ids):,} and {len(found.test_ids):,} held-out {unit} has no sequence of "
                     f"{context}; use a longer text"
                 )
         self.channels_last = False
@@ -68,7 +70,7 @@ class Source:
             seed: of the run.
             epoch: from 0.
             samples: used of the training set; 0: all.
-            take: samples of an epoch; those left over are others in each epoch.
+            take: samples of an epoch; those left over are others in each epoch. In one pass the epochs share none.
         """
         key = (seed, epoch, samples, take)
         if key not in self.kept:
@@ -87,7 +89,10 @@ class Source:
         return found
 
     def _make(self, seed: int, epoch: int, samples: int, take: int) -> tuple[Tensor, ...]:
-        order = augment.order(seed, epoch, samples, self.device)[:take]
+        first = 0
+        if self.recipe.once:
+            epoch, first = 0, epoch * take
+        order = augment.order(seed, epoch, samples, self.device)[first : first + take]
         if isinstance(self.found, data.Images):
             x = augment.augment(self.found.x[order], order, seed, epoch, flip=self.recipe.flip, auto=self.recipe.auto)
             return x, self.found.y[order]
@@ -103,8 +108,13 @@ class Source:
         if isinstance(self.found, data.Images):
             yield from zip(self.found.test_x.split(TEST_BATCH), self.found.test_y.split(TEST_BATCH), strict=True)
         else:
-            for part in self._sequences(self.found.test_ids, 0).split(TEST_BATCH // 4):
+            for part in self._sequences(self.found.test_ids, 0).split(self._test_sequences()):
                 yield (part,)
+
+    def _test_sequences(self) -> int:
+        """How many sequences are tested at once: their logits must fit into memory."""
+        each = self.context * len(self.found.vocab) if isinstance(self.found, data.Text) else 1
+        return max(1, min(TEST_BATCH // 4, TEST_LOGITS // each))
 
     def fixed(self, samples: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Yield a fixed part of the training set in batches, not augmented; of its first `samples`, 0: of all."""
@@ -115,7 +125,7 @@ class Source:
         else:
             part = (self._sequences(self.found.ids, 0),)
             count = min(count, FIXED_SEQUENCES)
-        batch = TEST_BATCH if len(part) == 2 else TEST_BATCH // 4
+        batch = TEST_BATCH if len(part) == 2 else self._test_sequences()
         yield from zip(*(tensor[:count].split(batch) for tensor in part), strict=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -147,9 +157,11 @@ def load(
     """
     recipe = RECIPES[model]
     if found is None:
+        if recipe.dataset == "text":
+            raise data.DataError(f"{model} trains on a text of your own: give it as `found`")
         found = (data.cifar10 if recipe.dataset == "cifar10" else data.tinyshakespeare)()[0]
     context = 0
     if isinstance(found, data.Text):
-        context = (recipe.small if small else {}).get("context", 256)
+        context = {**recipe.options, **(recipe.small if small else {})}.get("context", 256)
     usual = "bfloat16" if device.type == "cuda" else "float32"
     return Source(found, recipe, device, context, precision or usual)

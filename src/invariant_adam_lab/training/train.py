@@ -15,11 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from invariant_adam import InvariantAdam
 from invariant_adam.schedules import mean_factor, warmup_cosine
 
 from ..models import build
 from . import data
-from .runs import RECIPES, Run, check
+from .runs import COSINE_FLOOR, RECIPES, WARMUP, Run, check
 from .source import Source
 from .updates import FIRST, Epoch, ScaledOptimizer, Scored, TrainingStep, accuracy, captured, loss_of
 
@@ -70,7 +71,7 @@ def train(
         on_epoch: called with the row of each epoch when its numbers are known.
     """
     run = check(run)
-    total = min(run.samples or source.count, source.count)
+    total = min(run.samples or source.count, source.count) // (run.epochs if source.recipe.once else 1)
     take = total // run.max_batch_size * run.max_batch_size
     if not take:
         raise ValueError(
@@ -81,6 +82,9 @@ def train(
     net = Scored(model, RECIPES[run.model].smoothing)
     optimizer = ScaledOptimizer(run, model, source.device)
     warmup = warmup_cosine(run.warmup_samples, run.warmup_samples + 1, floor=1.0) if run.warmup_samples else None
+    if source.recipe.once:
+        whole = run.epochs * take
+        warmup = warmup_cosine(run.warmup_samples or WARMUP * whole, whole, floor=COSINE_FLOOR)
     epoch_data = Epoch(source, run, take)
     rows: list[Row] = []
     clock = time.perf_counter()
@@ -136,9 +140,12 @@ def train(
         if gpu:
             numbers = torch.empty(len(MEASURED), dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
         lr = optimizer.lr(optimizer.rate)
-        waiting.append(
-            (_event() if gpu else None, numbers, {"epoch": number + 1, "samples": (number + 1) * take, "lr": lr})
-        )
+        row = {"epoch": number + 1, "samples": (number + 1) * take, "lr": lr}
+        if source.recipe.once and isinstance(optimizer.inner, InvariantAdam):
+            row["noise_scale"] = optimizer.inner.noise_scale().batch
+        if source.recipe.once and gpu:
+            row["peak_memory"] = torch.cuda.max_memory_allocated(source.device)
+        waiting.append((_event() if gpu else None, numbers, row))
     while waiting:
         read(wait=not gpu)
         yield

@@ -20,7 +20,7 @@ from invariant_adam.graphs import aside
 from invariant_adam.scaling import scale
 
 from . import augment
-from .runs import BETAS, Run
+from .runs import RECIPES, Run
 from .source import Source
 
 FIRST = 3  # updates that `captured` makes
@@ -80,18 +80,23 @@ class ScaledOptimizer:
         gpu = device.type == "cuda"
         # With one micro-batch per update invariant Adam is Adam, and torch's needs no host between two graphs.
         same = gpu and run.algorithm == "invariant" and run.batch_sizes == (run.micro_batch_size,)
+        self.betas, decay = RECIPES[run.model].betas, RECIPES[run.model].weight_decay
+        groups = [{"params": [*model.parameters()], "weight_decay": 0.0}]
+        if decay:  # of matrices alone, as is usual
+            parts = [[p for p in model.parameters() if (p.dim() > 1) == whole] for whole in (True, False)]
+            groups = [{"params": parts[0], "weight_decay": decay}, {"params": parts[1], "weight_decay": 0.0}]
         if run.algorithm in ("invariant", "adama") and not same:
             self.inner = ia.InvariantAdam(
-                model.parameters(),
+                groups,
                 run.lr0,
-                BETAS,
+                self.betas,
                 micro_batch_size=run.micro_batch_size,
                 tuned_batch_size=run.max_batch_size,
                 rule=run.rule if run.algorithm == "invariant" else "linear",
             )
         else:
             lr = torch.tensor(run.lr0, device=device) if gpu else run.lr0
-            self.inner = torch.optim.Adam(model.parameters(), lr, BETAS, fused=True, capturable=gpu)
+            self.inner = torch.optim.AdamW(groups, lr, self.betas, fused=True, capturable=gpu)
         self.resize(run.batch_sizes[0])
 
     def resize(self, batch: int) -> None:
@@ -103,14 +108,15 @@ class ScaledOptimizer:
                 inner.expect(batch / run.micro_batch_size)
             if run.algorithm == "adama":
                 # v/κ in the place of v: η m/(√(v/κ) + ε) = √κη m/(√v + √κε)
-                inner.param_groups[0]["eps"] = 1e-8 * math.sqrt(batch / run.micro_batch_size)
+                for group in inner.param_groups:
+                    group["eps"] = 1e-8 * math.sqrt(batch / run.micro_batch_size)
                 for state in inner.state.values():  # v/κ stays what it was under the κ before
                     state["exp_avg_sq"].mul_(batch / self.batch)
         else:
             rule = "linear" if run.rule == "none" else run.rule
-            betas = scale(0.0, BETAS, from_batch=run.max_batch_size, to_batch=batch, rule=rule).betas
+            betas = scale(0.0, self.betas, from_batch=run.max_batch_size, to_batch=batch, rule=rule).betas
             if run.algorithm == "halflife":
-                betas = (BETAS[0], BETAS[1] ** rho)
+                betas = (self.betas[0], self.betas[1] ** rho)
             change_betas(inner, betas)
         self.batch, self.rate = batch, math.nan
 
@@ -123,16 +129,17 @@ class ScaledOptimizer:
         """Set the learning rate of the next update to the rule's times `factor`."""
         if factor == self.rate:
             return  # on a GPU every change is a launch
-        self.rate, group = factor, self.inner.param_groups[0]
+        self.rate, lr = factor, self.lr(factor)
         if self.run.algorithm == "adama":
             rho = self.batch / self.run.max_batch_size
-            group["lr"] = self.lr(factor) / rho * math.sqrt(self.batch / self.run.micro_batch_size)
+            lr = lr / rho * math.sqrt(self.batch / self.run.micro_batch_size)
         elif isinstance(self.inner, ia.InvariantAdam):
-            group["lr"] = self.run.lr0 * factor  # at B_max; InvariantAdam scales it
-        elif isinstance(group["lr"], Tensor):
-            group["lr"].fill_(self.lr(factor))
-        else:
-            group["lr"] = self.lr(factor)
+            lr = self.run.lr0 * factor  # at B_max; InvariantAdam scales it
+        for group in self.inner.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
 
 def change_betas(adam: torch.optim.Optimizer, betas: tuple[float, float]) -> None:
@@ -143,8 +150,9 @@ def change_betas(adam: torch.optim.Optimizer, betas: tuple[float, float]) -> Non
     by (1 − β₁′^t′)/(1 − β₁ᵗ). This is 1 once m has forgotten its start; before that it matters most where β₁ does not
     follow the batch size.
     """
-    group = adam.param_groups[0]
-    old, group["betas"] = group["betas"], betas
+    old = adam.param_groups[0]["betas"]
+    for group in adam.param_groups:
+        group["betas"] = betas
     for state in adam.state.values():  # in place; torch's step is a float and may be a fraction
         t = state["step"].item()
         equal = t * math.log(old[1]) / math.log(betas[1])
@@ -185,6 +193,10 @@ class TrainingStep:
         invariant = isinstance(optimizer.inner, ia.InvariantAdam)
         self.one_pass = M if invariant and batch > M and engine == "one-pass" else 0
         self.piece = M if (invariant or run.algorithm == "accumulate") and not self.one_pass else batch
+        most = RECIPES[run.model].most
+        if most and self.piece > most:  # the most micro-batches that make equal pieces
+            self.piece = M * max(k for k in range(1, most // M + 1) if batch // M % k == 0)
+        self.one_pass *= self.piece > M  # of one micro-batch it is a plain backward
         self.divisor = 1 if invariant else batch // self.piece
         self.batch = batch
         self.rows = torch.arange(batch, device=source.device)
@@ -196,7 +208,7 @@ class TrainingStep:
             inner.zero_grad()
         samples = tuple(part.index_select(0, epoch.place + self.rows) for part in epoch.samples)
         x, y = self.source.inputs(samples)
-        losses, logits = [], []
+        losses, right = [], []
         with self.source.autocast():  # once around all micro-batches: weights are cast once per update
             for piece, target in zip(x.split(self.piece), y.split(self.piece), strict=True):
                 with (
@@ -207,8 +219,8 @@ class TrainingStep:
                     loss, answers = self.net(piece, target)
                     (loss / self.divisor).backward()
                 losses.append(loss.detach())
-                logits.append(answers.detach())
-        means = torch.stack((torch.stack(losses).double().mean(), accuracy(torch.cat(logits), y)))
+                right.append(accuracy(answers.detach(), target))
+        means = torch.stack((torch.stack(losses).double().mean(), torch.stack(right).mean()))
         epoch.totals += self.batch * means
         inner.step()
         epoch.place += self.batch
