@@ -444,6 +444,12 @@ def test_the_command_draws_everything_there_are_runs_for(tmp_path):
     for name in names:
         assert f"wrote {tmp_path / 'out' / name}" in result.stderr
     assert "one batch size: nothing to compare" in result.stdout
+    lines = [line for line in result.stdout.splitlines() if line.strip().startswith("resnet-bn")]
+    names = ["Standard Adam, η ∝ √B", "Invariant Adam, η ∝ B, linear"]  # the paper's order, then with a warm-up
+    first, second = ([i for i, line in enumerate(lines) if f"{name}  " in line] for name in names)
+    assert max(first) < min(second)
+    warmed = [next(i for i, line in enumerate(lines) if f"{name}, warm-up" in line) for name in names]
+    assert max(second) < warmed[0] < warmed[1]
     for path in (tmp_path / "out").glob("*.svg"):
         assert "<dc:date>" not in path.read_text()
     told = json.loads((tmp_path / "out" / "spreads.json").read_text())

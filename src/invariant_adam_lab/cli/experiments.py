@@ -120,7 +120,16 @@ def print_spreads(found: Results) -> None:
         table.add_column(name)
     for name in ("η₀", "spread", "floor", "ratio", "at loss"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = spreads(found)
+    # The paper's order: standard Adam, then invariant Adam; the rows of a model and of its conditions stay together.
+    rows = sorted(
+        spreads(found),
+        key=lambda row: (
+            found.models.index(row.model),
+            row.series.warmup_samples,
+            row.series.grow,
+            row.series.algorithm != "standard",
+        ),
+    )
     for row, after in zip_longest(rows, rows[1:]):
         table.add_row(
             escape(row.model),
