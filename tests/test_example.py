@@ -65,6 +65,7 @@ def test_updates_grow(tmp_path):
         (["--context=9999999"], "--context 9999999 is too long for "),
     ],
 )
+@pytest.mark.slow
 def test_a_wrong_argument_is_named_with_its_remedy(arguments, text, tmp_path):
     command = [sys.executable, str(EXAMPLE), f"--out={tmp_path}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
@@ -93,6 +94,7 @@ def test_every_mode_gives_the_same_loss(tmp_path, alone, arguments, ranks):
     assert held_out(train(tmp_path, *arguments, ranks=ranks)) == pytest.approx(held_out(alone), abs=2e-6)
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_a_kill(tmp_path, alone):
     command = [sys.executable, str(EXAMPLE), *SMALL, f"--out={tmp_path}", "--every=36"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -109,6 +111,7 @@ def test_it_goes_on_after_a_kill(tmp_path, alone):
     assert held_out(text) == pytest.approx(held_out(alone), abs=2e-6)
 
 
+@pytest.mark.slow
 def test_a_text_of_ones_own(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 200)

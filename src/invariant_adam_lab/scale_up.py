@@ -33,8 +33,7 @@ from .training import data as lab_data
 
 FACTORS = (4, 16)  # B over B₀
 BETAS = (0.9, 0.99)  # at B₀
-POWERS = {f"power {p}": p for p in (0.0, 0.5)}  # tried beside the 1/4 of long_momentum
-RULES.update({name: long_momentum(p) for name, p in POWERS.items()})
+POWERS = {f"power {p}": long_momentum(p) for p in (0.0, 0.5)}  # tried beside the 1/4 of long_momentum
 ADAM = {"adam, √": 0.5, "adam, linear": 1.0, "adam, unchanged": 0.0}  # the power of ρ on the learning rate
 METHODS = (
     "exponential",
@@ -122,11 +121,16 @@ def train(case: Case, data: Data) -> float:
     model = build("gpt-char", **NET, context=CONTEXT, vocab=data.vocabulary)
     total = case.samples * case.epochs
     schedule = ia.warmup_cosine(total // (4 * case.epochs), total)
-    update = (_adam if case.method in ADAM else _invariant)(case, model, schedule)
-    for epoch in range(case.epochs):
-        order = torch.randperm(case.samples, generator=torch.Generator().manual_seed(1_000 * case.seed + epoch))
-        for rows in order.split(case.batch):
-            update(data.train[rows])
+    RULES.update(POWERS)  # the library does not know them otherwise
+    try:
+        update = (_adam if case.method in ADAM else _invariant)(case, model, schedule)
+        for epoch in range(case.epochs):
+            order = torch.randperm(case.samples, generator=torch.Generator().manual_seed(1_000 * case.seed + epoch))
+            for rows in order.split(case.batch):
+                update(data.train[rows])
+    finally:
+        for name in POWERS:
+            del RULES[name]
     with torch.no_grad():
         return float(loss_of(model, data.test))
 

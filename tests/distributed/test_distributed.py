@@ -204,6 +204,7 @@ def test_prepare_again(pool, tmp_path, modes):
     check(pool.run("prepared_again", 2, modes=modes, store=str(tmp_path / "store")), limits)
 
 
+@pytest.mark.slow
 def test_two_optimizers_of_one_sharded_model(pool):
     check(pool.run("two_optimizers", 2), {"w": 1e-6})
 
@@ -228,6 +229,7 @@ def test_the_kept_results_hold_what_the_page_says():
     assert all(row["weights"] < 1e-3 and row["v"] < 2e-3 for row in result["effects"])
 
 
+@pytest.mark.slow
 def test_one_rank_with_nccl_or_gloo(device, tmp_path):
     """The benchmark of one rank, in small: exact in every wrapper, and it writes what the page is made from."""
     root, out = Path(__file__).parents[2], tmp_path / "found.json"

@@ -149,6 +149,7 @@ def test_in_one_pass(monkeypatch, momentum, affine, fused):
 
 
 @pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.slow
 def test_compiled(monkeypatch):
     """The operators in a compiled graph: the same gradients, squares and running statistics as without."""
     monkeypatch.setattr(plain, "fused", twin)

@@ -54,6 +54,7 @@ def check(name, compiled):
         assert kernel["spilled"] < SPILLED, kernel
 
 
+@pytest.mark.slow
 def test_kernels_fit_the_smallest_shared_memory():
     check("sm_89", compile_for("sm_89", "few"))
 

@@ -261,6 +261,7 @@ def test_boxes_of_the_image(bk, images, size, kernel, stride, padding, dilation)
 
 
 @pytest.mark.parametrize(("pieces", "weighted"), [(2, False), (3, True), (5, False), (10, True), (15, False)])
+@pytest.mark.slow
 def test_pieces_add_up_to_the_whole_tile(pieces, weighted):
     geo = geometry((40, 20, 3, 3))
     G, X = operands(geo, 5, 3, (5, 5))
@@ -306,6 +307,7 @@ def test_folds_into_moments(way, pieces, channels_last):
 @pytest.mark.parametrize(
     ("compiled", "way"), [(False, None), (True, None), (False, "library"), (True, "library"), (False, "unfold")]
 )
+@pytest.mark.slow
 def test_in_one_pass(monkeypatch, compiled, way):
     """Each way in a network, the pairs left and folded as they are made, against the loop."""
     monkeypatch.setattr(kernels, "fused", ways)

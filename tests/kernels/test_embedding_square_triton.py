@@ -68,6 +68,7 @@ def test_sums_and_squares(kappa, places, rows, width, share, weighted, dtype):
     st.integers(1, 5), st.integers(1, 24), st.integers(1, 40), st.integers(1, 4),
     st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.sampled_from([1, 2, 8]), st.integers(0, 1000),
 )  # fmt: skip
+@pytest.mark.slow
 def test_any_tokens_in_any_chunks(kappa, places, rows, width, share, chunk, seed):
     """Segments and runs within chunks, filling them, crossing one or many."""
     generator = torch.Generator().manual_seed(seed)

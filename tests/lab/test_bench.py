@@ -37,6 +37,7 @@ def bench(command, *arguments, out):
 
 
 @pytest.mark.parametrize("model", [GPT, RESNET])
+@pytest.mark.slow
 def test_one_pass_times_each_method_over_plain(tmp_path, model, device):
     how = ["--device", device, "--eager", "--precision", "float32", "--rounds", "2"]
     told = bench("one-pass", *model, *SIZES, *how, "--methods", METHODS, out=tmp_path / "rows.json")
@@ -56,6 +57,7 @@ def test_one_pass_times_each_method_over_plain(tmp_path, model, device):
     assert rows[0]["ratio"] == 1
 
 
+@pytest.mark.slow
 def test_a_second_run_measures_only_what_is_missing(tmp_path):
     out = tmp_path / "rows.json"
     first = bench("one-pass", *GPT, *SMALL, "--methods", "plain,loop", "--rounds", "1", out=out)
@@ -67,6 +69,7 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path):
     assert bench("one-pass", *GPT, *SMALL, *more, out=out) == second
 
 
+@pytest.mark.slow
 def test_commands_started_together_share_a_file(tmp_path):
     out = tmp_path / "rows.json"
     how = [*SMALL, "--methods", "plain", "--rounds", "1", "--together", "2", "--out", str(out)]
@@ -121,6 +124,7 @@ def test_graphs_are_timed_beside_a_graph(tmp_path):
     assert [row.get("error") for row in told["rows"]] == [None] * 3
 
 
+@pytest.mark.slow
 def test_rows_of_other_code_or_with_an_error_are_measured_again(tmp_path):
     out = tmp_path / "rows.json"
     told = bench("one-pass", *GPT, *SMALL, "--methods", "plain,loop", "--rounds", "1", out=out)
@@ -145,6 +149,7 @@ def test_a_method_that_fails_is_a_row_and_the_others_go_on(tmp_path):
     assert plain["ratio"] == 1
 
 
+@pytest.mark.slow
 def test_the_table_is_for_people(tmp_path):
     out = tmp_path / "rows.json"
     small = [*GPT, *SMALL, "--methods", "plain,one-pass", "--rounds", "1", "--out", str(out)]
@@ -300,6 +305,7 @@ def test_a_file_of_another_machine_or_command_is_not_added_to(tmp_path):
     assert "is not a result of this command; choose another file" in result.stderr
 
 
+@pytest.mark.slow
 def test_peers_compares_and_writes(tmp_path):
     out = tmp_path / "bench.json"
     options = ["--nets", "mlp", "--rounds", "1", "--no-memory", "--json", "--out", str(out)]

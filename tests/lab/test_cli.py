@@ -104,6 +104,7 @@ def test_the_module_and_its_version():
 @pytest.mark.parametrize(
     ("module", "arguments"), [("typer", ["--help"]), ("rich", ["scale"]), ("matplotlib", ["demo"])]
 )
+@pytest.mark.slow
 def test_without_the_extra_one_line_says_which(module, arguments):
     result = without(module, *arguments)
     assert result.returncode == 1

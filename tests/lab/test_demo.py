@@ -102,6 +102,7 @@ def test_other_settings_are_trained_anew_and_json_is_all_of_stdout(done):
     assert len(finished(out)) == 12
 
 
+@pytest.mark.slow
 def test_interrupted_it_says_how_to_go_on(tmp_path):
     source = str(Path(invariant_adam.__file__).parents[1])
     command = [sys.executable, "-m", "invariant_adam", "demo", "--batch-sizes", "64,256", "--epochs", "60"]

@@ -644,6 +644,7 @@ def test_the_headline_says_what_curves_are_means_over(tmp_path):
         assert figure.get_suptitle() == f"ResNet-18, batch norm: {said}"
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_bytes(tmp_path):
     results = load(write(tmp_path, rows(**SMALL)))
     for (_, one), (_, two) in zip(figures.figures(results), figures.figures(results), strict=True):

@@ -265,6 +265,7 @@ def test_a_run_of_another_grid_is_taken_over(setup):
     assert store.finished(found.runs[0], setup._replace(precision="bfloat16")) is None
 
 
+@pytest.mark.slow
 def test_processes_make_what_one_makes(setup):
     found = grid.plan("vit", "smoke", choice=TINY)
     told = Told()
@@ -454,6 +455,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a worker by Linux's list of processes")
+@pytest.mark.slow
 def test_a_worker_that_is_killed_loses_its_run_alone(tmp_path):
     """As the kernel kills one when memory is short."""
     with under_way(tmp_path, 6) as process:

@@ -138,6 +138,7 @@ def test_what_a_function_must_give(mine, function, words):
         subjects.make(f"{mine}:{function}", {}, 16 if function == "scored" else 4, CPU)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_limits_each_method(mine, tmp_path):
     out = tmp_path / "rows.json"
     how = ["--device", "cpu", "--batch", "8", "--micro-batch", "4", "--rounds", "1", "--out", str(out)]

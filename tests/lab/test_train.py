@@ -163,6 +163,7 @@ def test_compiled_runs_agree_with_eager_ones(model, algorithm, rule, sources):
 
 
 @pytest.mark.parametrize("model", RECIPES)
+@pytest.mark.slow
 def test_invariant_curves_are_closer_than_standard_ones(model, sources):
     gaps, source = {}, sources[model]
     for algorithm, rule in (("invariant", "linear"), ("standard", "square_root")):

@@ -39,6 +39,7 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize(("width", "length"), [(32, 128), (512, 4)], ids=["activations", "parameters"])
 @pytest.mark.parametrize("M", [1, 8])
+@pytest.mark.slow
 def test_the_first_update_takes_the_memory_of_the_second(width: int, length: int, M: int, again: bool) -> None:
     torch.manual_seed(0)
     model, x = Deep(width, 6, again), torch.randn(B, length, width)

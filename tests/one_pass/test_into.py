@@ -98,7 +98,7 @@ def test_products_fold_themselves(monkeypatch):
     monkeypatch.setattr(kernels, "takes_fused", twin.serves)
     folded = []
     plain = twin.gemm_square
-    monkeypatch.setattr(twin, "gemm_square", lambda *a, **k: folded.append(k["into"]) or plain(*a, **k))
+    monkeypatch.setattr(twin, "gemm_square", lambda *a, **k: folded.append(k.get("into")) or plain(*a, **k))
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 4, bias=False)).to(DEVICE)
     second = copy.deepcopy(first)
@@ -112,8 +112,8 @@ def test_products_fold_themselves(monkeypatch):
             second(part).square().mean().backward()
         ours.step()
         loop.step()
-    assert len(folded) == 6
-    assert all(into is not None for into in folded)
+    assert sum(into is not None for into in folded) == 6
+    assert all(into is not None for into in folded[-6:])  # the check of the first call folds nothing
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(ours.state[p]["exp_avg_sq"], loop.state[q]["exp_avg_sq"], rtol=1e-4, atol=1e-9)

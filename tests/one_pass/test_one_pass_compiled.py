@@ -83,11 +83,13 @@ def lab_case(name, dtype):
 
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_compiled_model_with_its_loss_outside_equals_the_loop(name, into):
     against_loop(*lab_case(name, torch.float64), into=into)
 
 
 @pytest.mark.parametrize("into", [False, True])
+@pytest.mark.slow
 def test_a_compiled_class_token_under_autocast(into):
     against_loop(*lab_case("vit", torch.float32), into=into, autocast=True)
 

@@ -211,6 +211,7 @@ def test_a_small_part_of_a_gradient_is_not_taken_for_rounding():
     assert_exact(Plus("line", share=0.01), (rows(16, 16, 4).float(),), loss, 2, tol=2e-6)
 
 
+@pytest.mark.slow
 def test_rounding_of_a_deep_model_is_not_taken_for_a_mistake():
     """In bfloat16, as many channels as samples: where all micro-batches disagree with the loop, float64 decides."""
     torch.manual_seed(0)
@@ -703,6 +704,7 @@ def test_a_penalty_on_gradients_is_refused(norm, sink):
 
 
 @pytest.mark.parametrize("length", [24, 32])
+@pytest.mark.slow
 def test_the_check_of_a_first_update_takes_little_more_memory_than_an_update(length, monkeypatch):
     """Also where the sequences are as long as the batch, and all micro-batches are held against the loop."""
     monkeypatch.setattr(probe, "PIECE", 4096)  # as small beside these tensors as it is beside large ones

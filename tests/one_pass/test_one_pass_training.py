@@ -205,8 +205,8 @@ def test_a_failed_backward_in_one_pass_is_noticed():
     before = flat(model.parameters())
     with pytest.raises(MemoryError):
         half_a_backward()
-    assert opt.kappa == 2  # what came before the failure was folded
-    with pytest.raises(RuntimeError, match=r"opt.abandon\(\)"):
+    assert opt.kappa == 0  # small pairs wait for the end of their backward, so that none of this one was folded
+    with pytest.raises(RuntimeError, match=r"step\(\) found no gradient"):
         opt.step()
     opt.abandon()
     assert torch.equal(flat(model.parameters()), before)

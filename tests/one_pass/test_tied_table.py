@@ -206,7 +206,7 @@ class Largest(TorchDispatchMode):
 
 def test_memory_is_not_that_of_kappa_gradients() -> None:
     torch.manual_seed(0)
-    rows, width, kappa, length = 400, 8, 16, 3
+    rows, width, kappa, length = 4000, 32, 16, 3
     model, x = Tied(vocabulary=rows, width=width), ids(length, kappa, rows)
     with one_pass(model, 1):
         loss(model, (x,)).backward()  # checked
