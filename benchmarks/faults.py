@@ -38,11 +38,11 @@ def small(mode, *more):
     # Ten micro-batches, an unequal share for three or four ranks; FSDP2 needs equal ones.
     batch = 24 if mode == "fsdp2" else 20
     net = ("--width=16", "--depth=1", "--context=16", "--micro-batch=2", "--ramp=1", "--lr=3e-3", "--timeout=60")
-    return [*net, f"--dtype={dtype(mode)}", f"--batch={batch}", *more]
+    return [*net, f"--dtype={dtype(mode)}", f"--batch={batch}", f"--grow-from={batch}", *more]
 
 
 # Where a rank dies: how many calls may pass first, and the longest delay after the call begins, in seconds.
-FAULTS = {"fold": (40, 1e-4), "reduction": (3, 1e-3), "write": (5, 2e-3), "any moment": (1, 0.1)}
+FAULTS = {"fold": (5, 1e-4), "reduction": (3, 1e-3), "write": (5, 2e-3), "any moment": (1, 0.1)}
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
 
 

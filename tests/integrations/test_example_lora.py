@@ -56,7 +56,8 @@ def test_two_processes_do_what_one_does(run, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("16 samples per update: 2 (accumulation) × 4 (micro-batch) × 2 (processes)") == 1
-    assert losses(done.stdout, 96) == pytest.approx(losses(run(*small), 96), abs=2e-4)
+    # Growing in, the first updates have a micro-batch of each process.
+    assert losses(done.stdout, 96) == pytest.approx(losses(run(*small), 96), abs=3e-3)
 
 
 def test_a_model_and_a_text_of_ones_own(run, tmp_path):

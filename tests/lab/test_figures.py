@@ -10,7 +10,7 @@ from lab_results import FULL, PAIR, rows, same, uneven, write
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from invariant_adam_lab.cli import app
+from invariant_adam_lab.cli import app, console
 from invariant_adam_lab.results import figures, page, style
 from invariant_adam_lab.results.curves import load
 from invariant_adam_lab.results.measures import (
@@ -32,7 +32,9 @@ SMALL = {"sizes": (25, 100, 400), "rates": (1e-4, 1e-3), "epochs": 3}
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["figures", *map(str, arguments)], env={"COLUMNS": "250"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console.stdout, "width", 250)  # of whatever test came first, otherwise
+        return CliRunner().invoke(app, ["figures", *map(str, arguments)], env={"COLUMNS": "250"})
 
 
 def row_of(results, algorithm, lr0):
