@@ -54,13 +54,13 @@ def moments_agree(first, second, tolerance):
                 assert float((a - b).abs().max()) <= tolerance * max(float(a.abs().max()), part * largest)
 
 
-def against_loop(model, x, y, *, into, autocast=False, backend="aot_eager", updates=2):
-    """Updates of a compiled model by one pass and of its copy by the loop, from the same weights each time."""
+def against_loop(model, x, y, *, into, autocast=False, updates=2, **how):
+    """Updates of a model compiled so and of its copy by the loop, from the same weights each time."""
     judge, dtype = copy.deepcopy(model), next(model.parameters()).dtype
     theirs, ours = (ia.InvariantAdam(m.parameters(), lr=1e-3, state_dtype=torch.float64) for m in (judge, model))
-    run = torch.compile(model, dynamic=False, backend=backend)
+    run = torch.compile(model, dynamic=False, **(how or {"backend": "aot_eager"}))
     for _ in range(updates):
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        with torch.autocast(x.device.type, torch.bfloat16) if autocast else nullcontext():
             for piece, target in zip(x.split(M), y.split(M), strict=True):
                 loss_of(judge(piece), target).backward()
             with ia.one_pass(run, M, **({"into": ours} if into else {})):
@@ -73,12 +73,13 @@ def against_loop(model, x, y, *, into, autocast=False, backend="aot_eager", upda
                 q.copy_(p)
 
 
-def lab_case(name, dtype):
-    model = MODELS[name]().to(dtype)
-    B = M * KAPPA
-    if isinstance(model, models.GPT):
-        return model, torch.randint(65, (B, 6)), torch.randint(65, (B, 6))
-    return model, torch.randn(B, 3, 32, 32, dtype=dtype), torch.randint(10, (B,))
+def lab_case(name, dtype, device="cpu"):
+    with torch.device(device):
+        model = MODELS[name]().to(dtype)
+        B = M * KAPPA
+        if isinstance(model, models.GPT):
+            return model, torch.randint(65, (B, 6)), torch.randint(65, (B, 6))
+        return model, torch.randn(B, 3, 32, 32, dtype=dtype), torch.randint(10, (B,))
 
 
 @pytest.mark.parametrize("into", [False, True])
@@ -99,6 +100,19 @@ def test_a_compiled_class_token_under_autocast(into):
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor_with_the_loss_outside_equals_the_loop(name, into):
     against_loop(*lab_case(name, torch.float32), into=into, backend="inductor")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("name", ["vit", "resnet", "gpt-tied"])
+def test_cuda_graphs_of_torch_compile_equal_the_loop(name, into):
+    """They are recorded in the second update and replayed from the third on: scalars and counts stay the host's."""
+    against_loop(*lab_case(name, torch.float32, "cuda"), into=into, updates=5, mode="reduce-overhead")
+
+
+@pytest.mark.gpu
+def test_tuned_graphs_of_torch_compile_equal_the_loop():
+    against_loop(*lab_case("vit", torch.float32, "cuda"), into=False, updates=4, mode="max-autotune")
 
 
 @pytest.mark.slow

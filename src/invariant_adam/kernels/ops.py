@@ -16,17 +16,22 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what Triton's kernels
 _library = torch.library.Library("invariant_adam", "FRAGMENT")
 
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(
+    schema: str, fake: Callable[..., Any], *, replays: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the operator `torch.ops.invariant_adam.<name>`, and return the operator.
 
     Args:
         schema: name, arguments and results; arguments that are written to are marked: "Tensor(a!) x".
         fake: takes the arguments, returns results of the right shape, dtype and layout, without values.
+        replays: whether a CUDA graph of torch.compile (mode="reduce-overhead") may hold it. Not where the host counts
+            calls, or gives a kernel other scalars each time: torch cuts the graph there.
     """
     name = schema.partition("(")[0]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        unsafe = () if replays else (torch.Tag.cudagraph_unsafe,)
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *unsafe))
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"invariant_adam::{name}", fake, lib=_library)
         call: Callable[..., Any] = getattr(torch.ops.invariant_adam, name).default

@@ -118,7 +118,7 @@ def ticket(like: Tensor) -> Tensor:
     return make((), dtype=torch.float32, device=like.device)
 
 
-@operator("into_pair(Tensor dW, Tensor S, int key) -> Tensor", ticket_shape)
+@operator("into_pair(Tensor dW, Tensor S, int key) -> Tensor", ticket_shape, replays=False)
 def _into_pair(dW: Tensor, S: Tensor, key: int) -> Tensor:
     _give(key, dW, S, borrowed=True)  # the graph takes their memory back
     return ticket(S)

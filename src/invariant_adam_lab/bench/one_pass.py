@@ -66,6 +66,7 @@ class Case:
         precision: "bfloat16" for autocast, or "float32".
         compiled: whether the model is compiled.
         graph: whether a whole update is one CUDA graph, plain ones too.
+        mode: of torch.compile, such as "reduce-overhead"; None for its default.
     """
 
     model: str
@@ -76,6 +77,7 @@ class Case:
     compiled: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     graph: bool = False
+    mode: str | None = None
 
     def settings(self, method: str) -> dict[str, Any]:
         """Return what identifies a row of this case; a plain pass has no micro-batch."""
@@ -88,6 +90,7 @@ class Case:
             "compiled": self.compiled,
             "method": method,
             "graph": self.graph,
+            **({"mode": self.mode} if self.mode else {}),
         }
 
     def __str__(self) -> str:
@@ -104,9 +107,12 @@ def cases(
     compiled: bool,
     options: dict[str, Any] | None = None,
     graph: bool = False,
+    mode: str | None = None,
 ) -> list[Case]:
     """Return the cases that these choices mean, each of which can be built."""
     found = []
+    if mode and not compiled:
+        raise ValueError(f"--mode {mode} is one of torch.compile's; add --compile")
     if graph and device != "cuda":
         raise ValueError(f"--graph captures updates in CUDA graphs, which --device {device} has not; leave it out")
     for model in models:
@@ -119,7 +125,7 @@ def cases(
                     f"--micro-batch {size} does not divide --batch {samples}; use --batch {-(-samples // size) * size} "
                     f"or --micro-batch {math.gcd(size, samples)}"
                 )
-            found.append(Case(model, samples, size, device, precision, compiled, options or {}, graph))
+            found.append(Case(model, samples, size, device, precision, compiled, options or {}, graph, mode))
     return found
 
 
@@ -144,7 +150,7 @@ class CaseStep:
         device = torch.device(case.device)
         self.model, self.run, self.batch = self._subject(device)
         if case.compiled:  # the loop and the first check have batch sizes, and so graphs, of their own
-            self.run = torch.compile(self.run, dynamic=False)
+            self.run = torch.compile(self.run, dynamic=False, mode=case.mode)
         self.optimizer: torch.optim.Optimizer
         if method in ("plain", "accumulate"):
             fused = case.device != "meta"  # where only operations are counted
@@ -244,7 +250,9 @@ class _Ready:
 
 def model_flops(case: Case) -> int | None:
     """Return the floating-point operations of the products in one update: forward and backward over the mini-batch."""
-    small = replace(case, batch=2, micro_batch=2, device="meta", precision="float32", compiled=False, graph=False)
+    small = replace(
+        case, batch=2, micro_batch=2, device="meta", precision="float32", compiled=False, graph=False, mode=None
+    )
     try:
         with FlopCounterMode(display=False) as counter:
             CaseStep(small, "plain").gather()
@@ -262,7 +270,8 @@ HEAD = ("method", "M", "ms", "× plain", "TFLOP/s", "peak GiB", "1st GiB", "1st 
 def title(row: dict[str, Any]) -> str:
     """Return what a row was measured on."""
     options = "".join(f" {key}={value}" for key, value in row["options"].items())
-    how = ("compiled" if row["compiled"] else "eager") + (", CUDA graph" if row.get("graph") else "")
+    how = row.get("mode") or ("compiled" if row["compiled"] else "eager")
+    how += ", CUDA graph" if row.get("graph") else ""
     return f"{row['model']}{options}, B = {row['batch']}, {row['precision']}, {how}"
 
 

@@ -46,6 +46,9 @@ def bench_one_pass(
     ] = "plain,loop,one-pass,into",
     compiled: Compiled = None,
     graph: Graph = False,
+    mode: Annotated[
+        str | None, typer.Option(help='With --compile: the mode of torch.compile, as "reduce-overhead".')
+    ] = None,
     precision: InPrecision = None,
     options: Sets = None,
     device: Where = None,
@@ -83,7 +86,7 @@ def bench_one_pass(
     where = device_of(device)
     try:
         chosen = bench.check_methods(words(methods))
-        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where, graph)
+        wanted = _cases(model, batch, micro_batch, compiled, precision, options, where, graph, mode)
         if together and out is None:
             raise ValueError("--together needs the --out that the commands share")
         if together and len({case.model for case in wanted}) > 1:
@@ -295,6 +298,7 @@ def _cases(
     options: list[str] | None,
     device: str,
     graph: bool = False,
+    mode: str | None = None,
 ) -> list[Case]:
     from ..bench.one_pass import USUAL, cases
     from ..bench.subjects import parse
@@ -313,6 +317,7 @@ def _cases(
             compiled=gpu if compiled is None else compiled,
             options={**common, **dict(_option(f"{key}={value}") for key, value in own.items())},
             graph=graph,
+            mode=mode,
         )
     return found
 

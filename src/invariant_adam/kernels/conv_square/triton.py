@@ -32,6 +32,7 @@ from ..adam import Fold
 from ..adam.triton import put_arguments, put_tile
 from ..gemm_square.triton import round_tf32
 from ..launch import Launch, Tiles, cdiv, next_power_of_2
+from ..sums import row_sums
 from .torch import Geometry
 
 
@@ -405,50 +406,66 @@ def _depthwise_sums(
     MULT: tl.constexpr, KW: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
     SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
-    BC: tl.constexpr, BK: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ_r G[r, o] X[at(r) + tap, o // MULT] over a chunk of a group's rows, for one tap."""
+    """Σ_r G[r, o] X[at(r) + tap, o // MULT] over a chunk of a group's rows, for a row of taps: G is read once for it.
+
+    Tiles are (taps, rows, channels); the inputs of neighbouring taps are mostly the same, and in the cache.
+    """
     chunks = tl.cdiv(R, CHUNK)
-    tap, k, chunk = tl.program_id(1), tl.program_id(2) // chunks, tl.program_id(2) % chunks
-    o = tl.program_id(0) * BC + tl.arange(0, BC)
-    dy, dx = tap // KW * DY - PY, tap % KW * DX - PX
-    total = tl.zeros((BK, BC), tl.float32)
+    k, chunk = tl.program_id(2) // chunks, tl.program_id(2) % chunks
+    o, taps = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BT)
+    dy, dx = tl.program_id(1) * DY - PY, taps * DX - PX
+    total = tl.zeros((BT, BK, BC), tl.float32)
     first = chunk * CHUNK
-    for r in tl.range(first, tl.minimum(first + CHUNK, R), BK):
+    end = tl.minimum(first + CHUNK, R)
+    for r in tl.range(first, end, BK):
         rows = r + tl.arange(0, BK)
         place = rows % (HO * WO)
-        y, x = place // WO * SY + dy, place % WO * SX + dx
-        pixel = ((k * IMAGES + rows // (HO * WO)) * H + y) * W + x
-        inside = (rows < tl.minimum(first + CHUNK, R)) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-        mask = inside[:, None] & (o < OUT)[None, :]
-        g = tl.load(G + (k * R + rows).to(tl.int64)[:, None] * OUT + o[None, :], mask=mask, other=0.0)
-        there = X + pixel.to(tl.int64)[:, None] * XW + (o // MULT)[None, :]
-        total += g.to(tl.float32) * tl.load(there, mask=mask, other=0.0).to(tl.float32)
-    at = ((k * chunks + chunk) * tl.num_programs(1) + tap).to(tl.int64) * OUT + o
-    tl.store(partial + at, tl.sum(total, 0), mask=o < OUT)
+        y, x = place // WO * SY + dy, (place % WO * SX)[None, :] + dx[:, None]
+        pixel = (((k * IMAGES + rows // (HO * WO)) * H + y) * W)[None, :] + x
+        seen = (rows < end) & _below(y, H)
+        inside = seen[None, :] & _below(x, W) & (taps < KW)[:, None]
+        here = G + (k * R + rows).to(tl.int64)[:, None] * OUT + o[None, :]
+        g = tl.load(here, mask=seen[:, None] & (o < OUT)[None, :], other=0.0)
+        there = X + pixel.to(tl.int64)[:, :, None] * XW + (o // MULT)[None, None, :]
+        v = tl.load(there, mask=inside[:, :, None] & (o < OUT)[None, None, :], other=0.0)
+        total += g.to(tl.float32)[None, :, :] * v.to(tl.float32)
+    row = (k * chunks + chunk) * tl.num_programs(1) + tl.program_id(1)
+    at = (row * KW + taps).to(tl.int64)[:, None] * OUT + o[None, :]
+    tl.store(partial + at, tl.sum(total, 1), mask=(taps < KW)[:, None] & (o < OUT)[None, :])
 
 
 def depthwise(task: Task) -> None:
     """Make the pair where each output channel sees one input channel: by sums of products."""
     G, X, geo, kappa, c, _, D, S, _ = task
     out, _, kh, kw = geo.weight
-    images = G.shape[0] // kappa
-    rows = images * G.shape[2] * G.shape[3]
-    bc = min(64, max(16, next_power_of_2(out)))
+    start, chunks = _depthwise(G.shape, X.shape, geo, kappa, chip.of(G.device).multiprocessors)
+    partial = torch.empty(kappa, chunks, kh * kw * out, device=G.device)
+    start(G, X, partial)
+    _, pair = row_sums(partial, c)
+    for result, sums in zip((D, S), pair, strict=True):
+        result.copy_(sums.view(kh, kw, 1, out).permute(3, 2, 0, 1))
+
+
+@lru_cache(maxsize=256)
+def _depthwise(g: torch.Size, x: torch.Size, geo: Geometry, kappa: int, multiprocessors: int) -> tuple[Launch, int]:
+    """The launch of `_depthwise_sums`, and into how many chunks it cuts a group's rows."""
+    out, _, kh, kw = geo.weight
+    images = g[0] // kappa
+    rows = images * g[2] * g[3]
+    bc, taps = min(64, max(16, next_power_of_2(out))), next_power_of_2(kw)
+    bk = max(1, 8192 // (taps * bc))  # 64 numbers of a tile for each thread
     across = cdiv(out, bc)
-    # Enough blocks for the chip, of at least 1024 rows each.
-    wanted = cdiv(8 * chip.of(G.device).multiprocessors, across * kh * kw * kappa)
-    chunk = cdiv(rows, max(1, min(wanted, rows // 1024)))
+    # Enough blocks for the chip, of at least 512 rows each.
+    wanted = cdiv(8 * multiprocessors, across * kh * kappa)
+    chunk = cdiv(rows, max(1, min(wanted, rows // 512)))
     chunks = cdiv(rows, chunk)
-    partial = torch.empty(kappa, chunks, kh * kw, out, dtype=torch.float32, device=G.device)
-    _depthwise_sums[(across, kh * kw, kappa * chunks)](
-        G, X, partial, out, rows, images, chunk,
-        **_sizes(G.shape, X.shape, geo), MULT=out // geo.groups, KW=kw, BC=bc, BK=32, num_warps=4,
+    start = Launch(
+        _depthwise_sums, (across, kh, kappa * chunks), OUT=out, R=rows, IMAGES=images, CHUNK=chunk,
+        **_sizes(g, x, geo), MULT=out // geo.groups, KW=kw, BT=taps, BK=bk, BC=bc, num_warps=4,
     )  # fmt: skip
-    each = partial.sum(1)  # (κ, taps, O)
-    squares = each.square() if c is None else each.square() * c[:, None, None]
-    for result, sums in ((D, each), (S, squares)):
-        result.copy_(sums.sum(0).t().reshape(geo.weight))
+    return start, chunks
 
 
 @triton.jit

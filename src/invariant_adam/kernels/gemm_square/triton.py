@@ -41,17 +41,19 @@ class GemmConfig(NamedTuple):
 
 @triton.jit
 def _gemm_square(
-    G, X, C, D, S, pieces, partial, arrived, M, N, R, KAPPA,
+    G, X, C, D, S, partial, arrived, M, N, R, KAPPA, whole, rest, size,
     slots, count, keep1, keep2, gain1, gain2, limit,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
     HAS_C: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """G is (κ, R, M), X is (κ, R, N), by descriptor or address; C (κ,), D and S (M, N)."""
-    tile, first, last = tl.program_id(0), 0, KAPPA
-    if CUT:
-        tile = tl.load(pieces + 5 * tl.program_id(0))
-        first = tl.load(pieces + 5 * tl.program_id(0) + 1)
-        last = tl.load(pieces + 5 * tl.program_id(0) + 2)
+    tile, piece, first, last = tl.program_id(0), 0, 0, KAPPA
+    if CUT:  # noqa: SIM102 - CUT is known at compile time
+        if tile >= whole:  # long pieces first: the short ones fill what they leave
+            piece = (tile - whole) // rest
+            tile = whole + (tile - whole) % rest
+            first = piece * size
+            last = tl.minimum(first + size, KAPPA)
     # Neighbouring tiles share rows of G and X in the cache: walk them in bands of tile rows.
     across, down = tl.cdiv(N, BN), tl.cdiv(M, BM)
     band = tile // (BAND * across)
@@ -87,7 +89,7 @@ def _gemm_square(
     if CUT:  # noqa: SIM102 - CUT is known at compile time
         if last - first < KAPPA:
             total, squares, complete = _gather(
-                total, squares, pieces, partial, arrived, tile, last - first, KAPPA, BM, BN
+                total, squares, partial, arrived, tile - whole, piece, last - first, KAPPA, size, BM, BN
             )
     if complete:
         put_tile(D, S, at, total, squares, inside, slots, count, keep1, keep2, gain1, gain2, limit, INTO)
@@ -100,26 +102,23 @@ def round_tf32(x):
 
 
 @triton.jit
-def _gather(total, squares, pieces, partial, arrived, tile, groups, KAPPA, BM: tl.constexpr, BN: tl.constexpr):
+def _gather(total, squares, partial, arrived, cut, piece, groups, KAPPA, size, BM: tl.constexpr, BN: tl.constexpr):
     """Leave a piece's sums in the workspace; the piece of a tile that comes last returns those of the whole tile."""
-    mine = tl.load(pieces + 5 * tl.program_id(0) + 3)
-    begin = tl.load(pieces + 5 * tl.program_id(0) + 4)
+    pieces = tl.cdiv(KAPPA, size)
     place = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    here = partial + mine.to(tl.int64) * (2 * BM * BN) + place
+    there = partial + (cut * pieces).to(tl.int64) * (2 * BM * BN) + place
+    here = there + piece * (2 * BM * BN)
     tl.store(here, total)
     tl.store(here + BM * BN, squares)
     tl.debug_barrier()  # every thread has written its part before one says so
-    seen = tl.atomic_add(arrived + tile, groups, sem="acq_rel") + groups
+    seen = tl.atomic_add(arrived + cut, groups, sem="acq_rel") + groups
     complete = seen == KAPPA
     if complete:
         total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-        got = 0
-        while got < KAPPA:
-            there = partial + begin.to(tl.int64) * (2 * BM * BN) + place
+        for _ in range(pieces):
             total += tl.load(there, cache_modifier=".cg")
             squares += tl.load(there + BM * BN, cache_modifier=".cg")
-            got += tl.load(pieces + 5 * (tl.num_programs(0) + begin))
-            begin += 1
+            there += 2 * BM * BN
     return total, squares, complete
 
 
@@ -143,14 +142,13 @@ def gemm_square(
     p = _known.get(key)
     if p is None:
         p = _known[key] = GemmLaunch(G, X, config or _best(G, X, c), *how)
-    partial = arrived = table = None
+    partial = arrived = None
     if p.cut is not None:
-        table = p.cut.table
         partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=G.device)
-        arrived = torch.zeros(p.tiles, dtype=torch.int32, device=G.device)
+        arrived = torch.zeros(p.cut.rest, dtype=torch.int32, device=G.device)
     D, S = pair_of(G, (G.shape[2], X.shape[2])) if into is None else (into.exp_avg, into.exp_avg_sq)
     g, x = (G, X) if p.loads is None else (p.loads[0].of(G), p.loads[1].of(X))
-    p.start(g, x, c, D, S, table, partial, arrived, *put_arguments(into))
+    p.start(g, x, c, D, S, partial, arrived, *put_arguments(into))
     return D, S
 
 
@@ -162,13 +160,14 @@ class GemmLaunch:
     ) -> None:
         (kappa, rows, m), n, size, here = G.shape, X.shape[2], G.element_size(), chip.of(G.device)
         bm, bn, bk = config[:3]
-        self.config, self.tiles = config, cdiv(m, bm) * cdiv(n, bn)
-        self.cut = _cut(self.tiles, kappa, rows, G.device) if config.split and here.publishes else None
+        self.config, tiles = config, cdiv(m, bm) * cdiv(n, bn)
+        self.cut = _cut(tiles, kappa, rows, here.multiprocessors) if config.split and here.publishes else None
+        cut = self.cut or Cut(tiles, 0, kappa, 0)
         # The hardware's tile loads (Hopper on) need 16-byte rows and addresses; other loads go by address, masked.
         loads = here.tile_loads and aligned and m * size % 16 == 0 and n * size % 16 == 0
         self.loads = (Tiles(G, [1, bk, bm]), Tiles(X, [1, bk, bn])) if loads else None
         self.start = Launch(
-            _gemm_square, (self.tiles if self.cut is None else self.cut.blocks,),
+            _gemm_square, (cut.whole + cut.partials,), whole=cut.whole, rest=cut.rest, size=cut.size,
             M=m, N=n, R=rows, KAPPA=kappa, BM=bm, BN=bn, BK=bk, BAND=config.band, HAS_C=weighted, DESCRIPTORS=loads,
             PRECISION=chip.precision(G.device, tf32), CUT=self.cut is not None, INTO=into,
             num_warps=config.warps, num_stages=chip.stages(G.device, (bm + bn) * bk * size, config.stages),
@@ -213,11 +212,12 @@ def candidates(m: int, n: int, rows: int, dtype: torch.dtype) -> list[GemmConfig
 
 
 class Cut(NamedTuple):
-    """Tiles cut into pieces, as the kernel reads them."""
+    """Tiles of the last round, cut into pieces of their groups."""
 
-    table: Tensor  # (blocks + partials, 5): tile, first group, last, place in the workspace, its tile's first place
-    blocks: int
-    partials: int
+    whole: int  # tiles that are not cut
+    rest: int  # tiles that are
+    size: int  # groups of a piece; the last of a tile may have fewer
+    partials: int  # pieces of all tiles
 
 
 def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
@@ -249,19 +249,7 @@ def divide(tiles: int, kappa: int, rows: int, multiprocessors: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _cut(tiles: int, kappa: int, rows: int, device: torch.device) -> Cut | None:
-    count = chip.of(device).multiprocessors
-    size = divide(tiles, kappa, rows, count)
-    if size >= kappa:
-        return None
-    whole = tiles - tiles % count
-    starts = range(0, kappa, size)
-    table = [(tile, 0, kappa, 0, 0) for tile in range(whole)]
-    for i, start in enumerate(starts):  # long pieces first: the short ones fill what they leave
-        for j in range(tiles - whole):
-            begin = j * len(starts)
-            table.append((whole + j, start, min(start + size, kappa), begin + i, begin))
-    blocks = len(table)
-    for _ in range(tiles - whole):
-        table += [(min(start + size, kappa) - start, 0, 0, 0, 0) for start in starts]
-    return Cut(torch.tensor(table, dtype=torch.int32).to(device), blocks, (tiles - whole) * len(starts))
+def _cut(tiles: int, kappa: int, rows: int, multiprocessors: int) -> Cut | None:
+    size = divide(tiles, kappa, rows, multiprocessors)
+    rest = tiles % multiprocessors
+    return None if size >= kappa else Cut(tiles - rest, rest, size, rest * cdiv(kappa, size))

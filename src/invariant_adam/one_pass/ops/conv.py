@@ -38,7 +38,9 @@ def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> No
         taker.fold(entry, *kernels.conv_square(G, X, geo, c))
 
 
-@operator("into_convolution(Tensor G, Tensor X, Tensor? c, int[] geometry, int key) -> Tensor", ticket_shape)
+@operator(
+    "into_convolution(Tensor G, Tensor X, Tensor? c, int[] geometry, int key) -> Tensor", ticket_shape, replays=False
+)
 def _into_convolution(G: Tensor, X: Tensor, c: Tensor | None, geometry: list[int], key: int) -> Tensor:
     n, left = len(geometry) // 5 - 1, iter(geometry)  # n + 2 sizes of the weight, n of four others, and three numbers
     weight, stride, padding, dilation, output_padding = (tuple(islice(left, k)) for k in (n + 2, n, n, n, n))

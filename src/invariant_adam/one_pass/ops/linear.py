@@ -35,7 +35,7 @@ def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         taker.fold(entry, dW.view(p.shape), S.view(p.shape))
 
 
-@operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", ticket_shape)
+@operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", ticket_shape, replays=False)
 def _into_products(G: Tensor, X: Tensor, c: Tensor | None, key: int) -> Tensor:
     _fold(key, G, X, c)
     return ticket(G)
