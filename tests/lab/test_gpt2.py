@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
+import shutil
 import sys
 
 import pytest
@@ -71,6 +72,28 @@ def test_tokens_are_the_text_and_are_made_once(folder, cache, monkeypatch):
     next(cache.iterdir()).write_bytes(b"half")
     with pytest.raises(data.DataError, match=r"damaged .*delete it"):
         tokens.tokens(folder, 300)
+
+
+def test_cached_tokens_stand_for_the_text_on_another_machine(folder, cache, tmp_path):
+    command = ["gpt2", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path / "runs"), "--no-figures"]
+    command += ["--micro-batch", "4", "--batch-sizes", "4", "--max-batch", "16", "--epochs", "2", "--images", "160"]
+    command += ["--lrs", "3e-3", "--algorithms", "invariant", "--data"]
+    assert invoke(*command, str(folder)).exit_code == 0
+    copy = next(cache.iterdir()).rename(tmp_path / "copy.npz")
+    digest = tokens.documents(folder)[1]
+    shutil.rmtree(folder)
+    assert tokens.digest(copy) == digest
+    again = invoke(*command, str(copy))
+    assert again.exit_code == 0, again.output
+    assert "1 of 1 runs are kept" in again.stderr
+    shutil.rmtree(tmp_path / "runs")
+    assert invoke(*command, str(copy)).exit_code == 0
+    assert list(cache.iterdir()) == []
+    with pytest.raises(data.DataError, match=r"vocabulary of 512, and this model has 32,768; name the text"):
+        tokens.tokens(copy, 32_768)
+    copy.write_bytes(b"half")
+    with pytest.raises(data.DataError, match=r"copy.npz is damaged"):
+        tokens.digest(copy)
 
 
 def test_pieces_of_a_long_text_and_a_large_vocabulary(monkeypatch):

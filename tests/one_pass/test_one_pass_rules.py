@@ -151,7 +151,7 @@ CASES = {
     "positions": lambda: (Call(lambda s, x: x + s.pos[:, : x.shape[1]], pos=(1, 9, 5)), rnd(B, 4, 5)),
     "positions_of_batch_length": lambda: (Call(lambda s, x: x * s.pos, pos=(B, 5)), rnd(B, B, 5)),
     "position_embedding_of_batch_length": lambda: (
-        Call(lambda s, x: s.m[1](x + s.m[0](torch.arange(B))), nn.Embedding(B, 5), nn.Linear(5, 5)), rnd(B, B, 5)
+        Call(lambda s, x: s.m[1](x + s.m[0](torch.arange(B, device=x.device))), nn.Embedding(B, 5), nn.Linear(5, 5)), rnd(B, B, 5)
     ),
     "layer_scale": lambda: (Call(lambda s, x: s.m[0](x) * s.g, nn.Linear(5, 5), g=(5,)), rnd(B, 4, 5)),
     "in_place_add": lambda: (Call(in_place, nn.Linear(5, 5), g=(5,)), rnd(B, 4, 5)),
@@ -205,7 +205,7 @@ CASES = {
         rnd(B, B, 5),
     ),
     "permuted_samples": lambda: (
-        Call(lambda s, x: s.m[1](s.m[0](x)[torch.arange(len(x)).flip(0)]).flip(0), nn.Linear(5, 5), nn.Linear(5, 4)),
+        Call(lambda s, x: s.m[1](s.m[0](x)[torch.arange(len(x), device=x.device).flip(0)]).flip(0), nn.Linear(5, 5), nn.Linear(5, 4)),
         rnd(B, 5),
     ),
     "windows": lambda: (
@@ -258,8 +258,8 @@ def cells(s: Call, x: Tensor) -> Tensor:
 
 def masked(s: Call, x: Tensor) -> Tensor:
     T = x.shape[1]
-    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
-    padding = torch.zeros(x.shape[0], T, dtype=torch.bool)
+    causal = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+    padding = torch.zeros(x.shape[0], T, dtype=torch.bool, device=x.device)
     padding[:, -1] = True
     return s.m[0](x, x, x, attn_mask=causal, key_padding_mask=padding)[0]
 

@@ -70,7 +70,7 @@ def digest(model: str, made_up: bool, path: Path | None) -> str:
     if RECIPES[model].dataset == "text":
         if path is None:
             raise data.DataError(f"{model} trains on a text of your own; name a file or a folder by --data")
-        return tokens.documents(path)[1]
+        return tokens.digest(path)
     return data.SHAKESPEARE_DIGEST if path is None else data.text(path).digest()
 
 

@@ -2,6 +2,7 @@
 
 A folder's documents are its files of UTF-8 text, each once, in the order of their SHA-256: the end of the text, which
 is held out, is then no special part of the folder. Vocabulary and tokens are cached by the SHA-256 of the documents.
+The cached file may be named instead of the text, on a machine that lacks the text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,31 +63,61 @@ def documents(path: str | Path) -> tuple[list[str], str]:
     return [found[key] for key in order], hashlib.sha256(b"".join(order)).hexdigest()
 
 
+def digest(path: str | Path) -> str:
+    """Return the SHA-256 of a text's documents; cached tokens know that of the text they were made of."""
+    if not _is_cached(path):
+        return documents(path)[1]
+    with _opened(path) as arrays:
+        return str(arrays["digest"])
+
+
 def tokens(path: str | Path, vocabulary: int, tell: Tell = lambda text: None) -> Tokens:
     """Return a text as tokens, from the cache where it was made before.
 
     Args:
-        path: a file of UTF-8 text, or a folder: all such files in it and below.
+        path: a file of UTF-8 text, or a folder: all such files in it and below; or the cached file of their tokens.
         vocabulary: tokens, at most 32,768; a short text has fewer.
         tell: is told what is being done.
     """
+    if _is_cached(path):
+        with _opened(path) as arrays:
+            held = int(arrays["vocabulary"])
+        if held != vocabulary:
+            raise DataError(f"{path} has a vocabulary of {held:,}, and this model has {vocabulary:,}; name the text")
+        return _read(path)
     texts, digest = documents(path)
     place = root() / f"tokens-{digest[:16]}-{vocabulary}.npz"
     if place.exists():
-        try:
-            with np.load(place, allow_pickle=False) as arrays:
-                return _split(arrays["ids"], tuple(arrays["vocab"].tobytes().decode().split("\n")))
-        except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
-            raise DataError(f"{place} is damaged ({error}); delete it and run the command again") from None
+        return _read(place)
     made, words = _make(texts, vocabulary, tell)
     buffer = io.BytesIO()
     # No token has a line end in it: bytes that are not printed are spelt by other characters.
-    np.savez(buffer, ids=made, vocab=np.frombuffer("\n".join(words).encode(), np.uint8))
+    spelt = np.frombuffer("\n".join(words).encode(), np.uint8)
+    np.savez(buffer, ids=made, vocab=spelt, digest=np.array(digest), vocabulary=np.array(vocabulary))
     try:
         record.write(place, buffer.getvalue())
     except OSError as error:
         tell(f"not cached in {place}: {error}")
     return _split(made, words)
+
+
+def _is_cached(path: str | Path) -> bool:
+    return Path(path).suffix == ".npz" and Path(path).is_file()
+
+
+@contextmanager
+def _opened(place: str | Path) -> Iterator[Any]:
+    """Open cached tokens, or refuse a damaged file."""
+    try:
+        with np.load(place, allow_pickle=False) as arrays:
+            yield arrays
+    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"{place} is damaged ({error}); delete it and run the command on the text") from None
+
+
+def _read(place: str | Path) -> Tokens:
+    with _opened(place) as arrays:
+        return _split(arrays["ids"], tuple(arrays["vocab"].tobytes().decode().split("\n")))
 
 
 def encode(texts: list[str], vocabulary: int) -> Tokens:
