@@ -193,7 +193,8 @@ class InvariantAdamMixin(_Trainer):
                     "max_grad_norm); make them equal"
                 )
         if self.grow is not None:
-            self.window.growth = BatchGrowth(opt, 0.1 if self.grow else math.inf)
+            few = bool(self.one_pass and self.args.torch_compile)  # each size is compiled once
+            self.window.growth = BatchGrowth(opt, 0.1 if self.grow else math.inf, powers_of_two=few)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
