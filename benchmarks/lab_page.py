@@ -86,7 +86,7 @@ def blocks(root, folder):
     return {
         "sources": lambda: sources(found),
         "speed": lambda: lab_speed.speed_rows(found, figure),
-        "grown": lambda: lab_speed.grown_rows(root),
+        "grown": lambda: lab_speed.grown_rows(root, found),
         "metrics": lambda: lab_speed.metric_rows(found),
         "spreads": lambda: spread_rows(found, pair, figure),
         "critical": lambda: critical_rows(found, rows, figure),

@@ -115,20 +115,16 @@ def metric_rows(found):
     yield from table(("model", "η₀", *names), rows)
 
 
-def grown_rows(root):
-    """Growing in, from a grid that a CPU makes in minutes."""
-    if not any((root / TINY).glob("*/results.csv")):
-        return
-    found = lab.load(root / TINY)
-    metric = "end_train_loss"
+def grown_table(found, metric, warmup=False):
+    """Growing in beside not, and beside standard Adam: a row for each model and learning rate that has all three."""
     rows = []
     for model in found.models:
-        for grown in (s for s in found.paper(model) if s.grow):
+        for grown in (s for s in found.paper(model) if s.grow and bool(s.warmup_samples) == warmup):
             plain = grown._replace(grow=0.0)
             for lr0 in sorted({run.lr0 for run in found.group(model, grown)}):
                 sides = [found.group(model, s, lr0) for s in (grown.rival, plain, grown)]
                 spreads = measures.compare(sides, metric)
-                if any(math.isnan(spread.value) for spread in spreads):
+                if any(math.isnan(spread.value) for spread in spreads) or len(spreads[0].batch_sizes) < 2:
                     continue
                 ends = [measures.final(side, metric) for side in sides]
                 cells = [f"{say(s.value)} ({say(end, '.3g')})" for s, end in zip(spreads, ends, strict=True)]
@@ -136,36 +132,51 @@ def grown_rows(root):
                 ratios += [at_loss(found, model, s, lr0, metric) for s in (plain, grown)]
                 least = say(measures.floor(found, model, grown, lr0, metric))
                 sizes = ", ".join(map(str, spreads[0].batch_sizes))
-                rows.append((rate(lr0), sizes, *cells, least, *ratios))
-    if not rows:
+                rows.append((MODELS.get(model, model), rate(lr0), sizes, *cells, least, *ratios))
+    head = ("model", "η₀", "batch sizes", "standard", "invariant", "invariant, grown in", "order floor")
+    if rows:
+        yield ""
+        yield from table((*head, "ratio", "ratio, grown in", "at equal loss", "at equal loss, grown in"), rows)
+
+
+def grown_rows(root, full):
+    """Growing in: the four models, and a grid that a CPU makes in minutes."""
+    tiny = lab.load(root / TINY) if any((root / TINY).glob("*/results.csv")) else None
+    large, warm = (list(grown_table(full, "train_loss", warmup)) for warmup in (False, True))
+    small = [] if tiny is None else list(grown_table(tiny, "end_train_loss"))
+    if not large and not small:
         return
     yield "## Growing in"
     yield ""
     yield from prose(
         "A first update is never small: debiasing makes it all that m̂ and v̂ hold. *Growing in* cuts the first "
-        "mini-batches into updates that are at most a tenth of what was seen before. A small GPT on tiny Shakespeare, "
-        "on a CPU: spreads of the training loss at the end of an epoch, in brackets the final loss. The four ratios "
-        "are standard Adam's spread over that of invariant Adam, as it is and grown in."
+        "mini-batches into updates that are at most a tenth of what was seen before. In the tables stand spreads, in "
+        "brackets the final loss. The four ratios are standard Adam's spread over that of invariant Adam, as it is "
+        "and grown in. The floor is of two orders, and so a rough one."
     )
-    yield ""
-    head = ("η₀", "batch sizes", "standard", "invariant", "invariant, grown in", "order floor")
-    yield from table((*head, "ratio", "ratio, grown in", "at equal loss", "at equal loss, grown in"), rows)
-    if (root / "docs" / "figures" / "lab_tiny" / "speed.png").exists():
+    if large:
         yield ""
-        yield "![a small GPT: spread against the final loss, with the order floor](figures/lab_tiny/speed.png)"
-    yield ""
-    yield from prose(
-        "The floor is of two orders, and so a rough one. The four models at full size have not been grown in yet: that "
-        "needs a GPU (`--grow 0.1` and `--order 0,1,2`)."
-    )
-    yield ""
-    made = (
-        (
-            name,
-            "<br>".join(f"`{command}`" for command in grid.get("commands", ())),
-            ", ".join(grid.get("devices", [])),
-            grid.get("torch", ""),
+        yield "The four models, by the running training loss:"
+        yield from large
+    if warm:
+        yield ""
+        yield "With a warm-up of half an epoch (GPT: one epoch), standard Adam too:"
+        yield from warm
+    if small:
+        yield ""
+        yield "A small GPT on tiny Shakespeare, on a CPU, by the training loss at the end of an epoch:"
+        yield from small
+        if (root / "docs" / "figures" / "lab_tiny" / "speed.png").exists():
+            yield ""
+            yield "![a small GPT: spread against the final loss, with the order floor](figures/lab_tiny/speed.png)"
+        yield ""
+        made = (
+            (
+                name,
+                "<br>".join(f"`{command}`" for command in grid.get("commands", ())),
+                ", ".join(grid.get("devices", [])),
+                grid.get("torch", ""),
+            )
+            for name, grid in tiny.grids.items()
         )
-        for name, grid in found.grids.items()
-    )
-    yield from table(("grid", "commands", "device", "torch"), made)
+        yield from table(("grid", "commands", "device", "torch"), made)

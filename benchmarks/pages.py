@@ -11,6 +11,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+import models_page
+
 from invariant_adam_lab.grids import cost
 
 ROOT = Path(__file__).parents[1]
@@ -599,9 +601,10 @@ def versions(rows):
 def scale_up_lines():
     """What a user who scales up may expect, at the best learning rate of AdamW at B₀ and at a tenth of it or less."""
     rows = load("scale_up")["rows"]
-    tuned = {row["lr"]: row["loss"] for row in rows if row["method"] == "tuned"}
+    seeds = {row["seed"] for row in rows}
+    losses = scale_up_losses(rows)
+    tuned = {lr: loss for (lr, _, method), loss in losses.items() if method == "tuned"}
     best = min(tuned, key=tuned.get)
-    losses = {(row["lr"], row["batch"], row["method"]): row["loss"] for row in rows}
     small = min(lr for lr, batch, _ in losses if batch > 16)
     ours, same, root, wide = "long_momentum, grown in", "adam, unchanged", "adam, √", "exponential"
     four, sixteen = ({method: losses[best, 16 * rho, method] for method in (ours, same, root, wide)} for rho in (4, 16))
@@ -614,8 +617,16 @@ def scale_up_lines():
         f"the default rule is the nearest at 4 times the batch, {losses[small, 64, wide] - tuned[small]:+.3f} (√B "
         f"{losses[small, 64, root] - tuned[small]:+.3f}), and `long_momentum` at 16, "
         f"{losses[small, 256, ours] - tuned[small]:+.3f} (√B {losses[small, 256, root] - tuned[small]:+.3f}). One "
-        "small model, one seed: a direction."
+        f"small model, {'one seed' if len(seeds) == 1 else f'means of {len(seeds)} seeds'}: a direction."
     )
+
+
+def scale_up_losses(rows):
+    """The mean loss over seeds, by learning rate, batch size and method."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["lr"], row["batch"], row["method"]), []).append(row["loss"])
+    return {key: sum(each) / len(each) for key, each in found.items()}
 
 
 def scale_up_rows():
@@ -628,17 +639,22 @@ def scale_up_rows():
     for line in lines:
         yield "| " + " | ".join(line) + " |"
     yield ""
-    tried = sorted((row["lr"], row["loss"]) for row in result["rows"] if row["method"] == "tuned")
+    tried = sorted((lr, loss) for (lr, _, method), loss in scale_up_losses(result["rows"]).items() if method == "tuned")
     best = ", ".join(f"{loss:.3f} at {lr:g}" for lr, loss in tried)
     yield from prose(f"AdamW at B₀ alone: {best}.")
     yield ""
     yield from source("scale_up", result)
 
 
+def on_gpu(rows):
+    """A block of `models_page`."""
+    return lambda: rows(measured, source)
+
+
 PAGES = {
     "README.md": {"headline": headline_rows, "matched": matched_rows, "transfer": transfer_lines, "speed": speed_line},
     "docs/when_not.md": {"matched": matched_rows, "transfer": transfer_lines},
-    "docs/trainer_results.md": {"transfer": transfer_rows},
+    "docs/trainer_results.md": {"transfer": transfer_rows, "step": on_gpu(models_page.trainer_rows)},
     "docs/compared.md": {"rivals": rivals_rows},
     "docs/paper.md": {"claims": claim_rows, "curves": curve_rows},
     "docs/scale_up.md": {"answer": scale_up_lines, "scale-up": scale_up_rows},
@@ -655,9 +671,11 @@ PAGES = {
         "kills": kills_rows,
         "silence": silence_rows,
     },
-    "docs/speed.md": {"gpu": gpu_rows},
+    "docs/speed.md": {"models": on_gpu(models_page.model_rows), "gpu": gpu_rows},
     "docs/speed_tables.md": {
         "training": training_rows,
+        "limits": on_gpu(models_page.limit_rows),
+        "before": on_gpu(models_page.before_rows),
         "shares": share_rows,
         "kernels": kernel_rows,
         "updates": update_rows,

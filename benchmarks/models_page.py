@@ -1,0 +1,110 @@
+"""Blocks about what people bring: models of timm and transformers, Trainer; and version 0.1 beside this code."""
+
+import statistics
+
+HOW = {
+    (False, False, None): "eager",
+    (True, False, None): "compiled",
+    (True, False, "reduce-overhead"): "compiled, `reduce-overhead`",
+    (False, True, None): "CUDA graph",
+}
+NAMES = {
+    "timm:vit_small_patch16_224": "timm ViT-S/16",
+    "timm:convnext_tiny": "timm ConvNeXt-T",
+    "timm:swin_tiny_patch4_window7_224": "timm Swin-T",
+    "timm:efficientnet_b0": "timm EfficientNet-B0",
+    "hf:gpt2": "transformers GPT-2 124M, tied",
+    "hf:llama": "transformers Llama 0.55B",
+    "resnet18": "our ResNet-18, 32²",
+    "gpt2-124m": "our GPT-2 124M",
+}
+
+
+def label(row):
+    """The model with its batch."""
+    tokens = f", T={row['options']['tokens']}" if "tokens" in row["options"] else ""
+    name = NAMES[row["model"]] + (", tied" if row["options"].get("tie_word_embeddings") else "")
+    return f"{name}, B={row['batch']}{tokens}"
+
+
+def how(row):
+    """How its update is run."""
+    return HOW[row["compiled"], bool(row["graph"]), row.get("mode")]
+
+
+def gib(row, own, plain):
+    """Two peaks beside each other."""
+    return f"{row[own]:.1f} ({row[plain]:.1f})" if row.get(own) is not None and row.get(plain) is not None else ""
+
+
+def model_rows(measured, source):
+    for name, result, rows in measured("models_h200"):
+        by_case = {}
+        for row in rows:
+            by_case.setdefault((label(row), how(row), row["micro_batch"]), {})[row["method"]] = row
+        yield "| model | how | M | plain ms | one pass | `into=opt` | peak GiB (plain) | first update GiB (plain), s |"
+        yield "|---|---|---|---|---|---|---|---|"
+        for (model, way, micro), each in by_case.items():
+            row = each.get("one-pass") or each["into"]
+            ratios = [f"{each[m]['ratio']:.2f}" if m in each else "" for m in ("one-pass", "into")]
+            first = gib(row, "first_gib", "plain_first_gib")
+            cells = [model, way, str(micro), f"{row['plain_ms']:.1f}", *ratios, gib(row, "peak_gib", "plain_peak_gib")]
+            yield "| " + " | ".join([*cells, f"{first}, {row['first_s']:.0f}".lstrip(", ")]) + " |"
+        yield ""
+        yield from source(name, result)
+
+
+def limit_rows(measured, source):
+    """What limits an update: the device's time and the host's, of plain and of one pass."""
+    for name, result, rows in measured("models_h200"):
+        found = [row for row in rows if row["method"] != "plain" and "kernels_ms" in row.get("where", {})]
+        yield "| model | how | method | ms | kernels, ms | host, ms |"
+        yield "|---|---|---|---|---|---|"
+        for row in found:
+            where = row["where"]
+            times = f"{row['ms']:.1f} | {where['kernels_ms']:.1f} | {where['host_ms']:.1f}"
+            yield f"| {label(row)} | {how(row)} | {row['method']} | {times} |"
+        yield ""
+        yield from source(name, result)
+
+
+def trainer_rows(measured, source):
+    for name, result, rows in measured("trainer_step_h200"):
+        times = {}
+        for row in rows:
+            key = (row["compiled"], row["per_device"], row["accumulation"])
+            times.setdefault(key, {}).setdefault(row["trainer"], []).append(row)
+        yield "| | sequences per step × steps per update | AdamW, ms | InvariantAdam, ms | ratio | peak GiB (AdamW) |"
+        yield "|---|---|---|---|---|---|"
+        for (compiled, size, steps), by_name in times.items():
+            ours = next((n for n in by_name if n != "AdamW"), None)
+            if ours is None or "AdamW" not in by_name:
+                continue
+            plain, own = (statistics.median(row["ms"] for row in by_name[n]) for n in ("AdamW", ours))
+            peaks = [max(row["peak_gib"] for row in by_name[n]) for n in (ours, "AdamW")]
+            way = f"{ours.partition(', ')[2]}, {'compiled' if compiled else 'eager'}"
+            cells = f"{plain:.0f} | {own:.0f} | {own / plain:.2f} | {peaks[0]:.1f} ({peaks[1]:.1f})"
+            yield f"| {way} | {size} × {steps} | {cells} |"
+        yield ""
+        versions = sorted({row["transformers"] for row in rows})
+        yield from source(name, result)
+        yield f"transformers {', '.join(versions)}, GPT-2 124M with random weights, T={rows[0]['length']}, M=8."
+
+
+def before_rows(measured, source):
+    """The same step by the code of version 0.1 and by this one, in one run."""
+    (found,) = measured("before_h200") if any(True for _ in measured("before_h200")) else (None,)
+    if found is None:
+        return
+    name, result, rows = found
+    yield "| model | how | version 0.1, ms | now, ms | over plain then | over plain now |"
+    yield "|---|---|---|---|---|---|"
+    by_case = {}
+    for row in rows:
+        by_case.setdefault((label(row), how(row)), {})[row["version"]] = row
+    for (model, way), each in by_case.items():
+        old, new = each["0.1"], each["now"]
+        ms = f"{old['ms']:.2f} | {new['ms']:.2f} | {old['ratio']:.3f} | {new['ratio']:.3f}"
+        yield f"| {model} | {way} | {ms} |"
+    yield ""
+    yield from source(name, result)
