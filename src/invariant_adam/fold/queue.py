@@ -179,13 +179,15 @@ class FoldQueue:
         pairs = self._condition(params, pairs or [self._take(p) for p in params])
         if reducer.send(self, params, tallies, pairs):
             return
-        now, room = [], 0
+        update.kinds |= {x.grad_sq is not None for x in pairs}
+        folds, now, room = self.count(params, tallies, pairs), [], 0
         # A list has waited for each other already.
         if self.in_backward and len(params) == 1 and torch._C._current_graph_task_id() >= 0:
             room = _room_on(pairs[0].grad.device)
-        for p, tally, x in zip(params, tallies, pairs, strict=True):
-            update.kinds.add(x.grad_sq is not None)
-            fold = self.count(p, tally, x)
+        if not room and update.expected is None:
+            self._launch(folds)
+            return
+        for p, tally, x, fold in zip(params, tallies, pairs, folds, strict=True):
             if update.expected is not None and self._is_whole(tally, x):
                 update.late[p] = fold
                 update.versions[p] = x.grad._version
@@ -221,6 +223,8 @@ class FoldQueue:
         piece = self.reducer.gradient
         assert found.grad_sq is not None
         grad, square = _detached(piece(p, found.grad)), _detached(piece(p, found.grad_sq))
+        if grad is found.grad and square is found.grad_sq:
+            return found
         return Pair(grad, square, found.kappa, found.scale, found.borrowed)
 
     def _condition(self, params: list[Tensor], pairs: list[Pair]) -> list[Pair]:
@@ -267,19 +271,29 @@ class FoldQueue:
             tally = update.begun[history] = scalars.begin(state, scalars.betas_at(group, kappa), kappa)
         return self.reducer.begin(tally.copy())
 
-    def count(self, p: Tensor, tally: Tally, x: Pair) -> Fold:
-        """Count a pair of `p` in the open update; return how it is folded."""
-        place = self.launcher.arrive(p, tally, x)
-        if not tally.kappa:
-            self.update.tallies[p] = tally
-        sign, kappa = 1.0 if x.signed else self.sign(p), x.kappa
-        keep, (b1, b2), (scale1, scale2) = tally.keep, tally.b, x.scale
-        gain = (b1 * kappa * sign * scale1, b2 * kappa * sign * sign * scale2)
-        tally.keep = ONES
-        tally.kappa += kappa
-        state, local = self.moments.state[p], self.reducer.local
-        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        return Fold(m, v, keep, gain, self.nonfinite.counter(p.device), None, x.grad, x.grad_sq, p, place)
+    def count(self, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]) -> list[Fold]:
+        """Count pairs of `params` in the open update; return how they are folded."""
+        moments, update, arrive, local = self.moments, self.update, self.launcher.arrive, self.reducer.local
+        signs: list[float] = []  # of the groups
+        folds: list[Fold] = []
+        device: Any = None
+        counter: Any = None
+        for p, tally, x in zip(params, tallies, pairs, strict=True):
+            place, (grad, square, kappa, (scale1, scale2), _, signed) = arrive(p, tally, x), x
+            if not tally.kappa:
+                update.tallies[p] = tally
+            if not signed and not signs:
+                signs = self._signs()
+            if p.device != device:
+                device, counter = p.device, self.nonfinite.counter(p.device)
+            sign, keep, (b1, b2) = 1.0 if signed else signs[moments.index(p)], tally.keep, tally.b
+            gain = (b1 * kappa * sign * scale1, b2 * kappa * sign * sign * scale2)
+            tally.keep = ONES
+            tally.kappa += kappa
+            state = moments.state[p]
+            m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            folds.append(Fold(m, v, keep, gain, counter, None, grad, square, p, place))
+        return folds
 
     @property
     def divisor(self) -> float:
@@ -292,7 +306,12 @@ class FoldQueue:
 
     def sign(self, p: Tensor) -> float:
         """What a gradient of `p` must be multiplied with: the loss divisor, negative to maximize."""
-        return -self.divisor if self.moments.group(p)["maximize"] else self.divisor
+        return self._signs()[self.moments.index(p)]
+
+    def _signs(self) -> list[float]:
+        """The same for each group."""
+        divisor = self.divisor
+        return [-divisor if group["maximize"] else divisor for group in self.moments.groups]
 
     def _is_whole(self, tally: Tally, x: Pair) -> bool:
         """Whether a gradient is all that its parameter gets in this update, so that it may wait for the step.
@@ -327,7 +346,7 @@ class FoldQueue:
             self.flush()
         self.update.watch_backward(self.flush_queued)
         self.update.kinds.add(True)
-        fold = self.count(p, tally, Pair(p, None, kappa, scale))  # its gradient does not exist yet
+        (fold,) = self.count([p], [tally], [Pair(p, None, kappa, scale)])  # its gradient does not exist yet
         return fold._replace(grad=None, slots=self.launcher.slots(m, [fold.place]))
 
     # ---------------------------------------------------------------- Fold -> m, v
@@ -343,10 +362,14 @@ class FoldQueue:
         if len(folds) == 1:
             return [folds]
         alike: dict[Any, list[Fold]] = defaultdict(list)
+        index, before = self.moments.index, None
+        same: list[Fold] = []
         for f in folds:
             grad: Any = f.grad
-            index = self.moments.index(f.param)  # type: ignore[arg-type]
-            alike[index, f.keep, f.gain, grad.device, grad.dtype, f.square is None].append(f)
+            key = f.keep, f.gain, grad.dtype, f.square is None, grad.device, index(f.param)  # type: ignore[arg-type]
+            if key != before:  # as few are: a key costs more to look up than to compare
+                before, same = key, alike[key]
+            same.append(f)
         return alike.values()
 
     @torch.no_grad()

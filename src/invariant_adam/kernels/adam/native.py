@@ -17,6 +17,8 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +97,12 @@ def _processor() -> bytes:
     return b"".join(sorted({line for line in lines if line.startswith(kinds)})) + platform.machine().encode()
 
 
+_dtype = attrgetter("dtype")
+
+
 def serves(tensors: Tensors, *others: Tensors) -> bool:
     """Whether these passes take the lists: all of one dtype, float32 or float64, dense and laid out alike."""
-    dtypes = {x.dtype for xs in (tensors, *others) for x in xs}
+    dtypes = set(map(_dtype, chain(tensors, *others)))
     return len(dtypes) == 1 and dtypes <= _NAMES.keys() and lie_alike(tensors, *others) and library() is not None
 
 
@@ -133,7 +138,7 @@ def _run(
         scalars = slots.tolist()[:7]
     dtype = exp_avgs[0].dtype
     number = len(exp_avgs)
-    sizes = [m.numel() for m in exp_avgs]
+    sizes = list(map(Tensor.numel, exp_avgs))
     threads = max(1, min(torch.get_num_threads(), sum(sizes) // _GRAIN))
     left_out = getattr(library(), _NAMES[dtype])(
         number, (ctypes.c_int64 * number)(*sizes), *map(_pointers, (params, grads, squares, exp_avgs, exp_avg_sqs)),
@@ -147,4 +152,4 @@ def _run(
 
 
 def _pointers(tensors: Tensors | None) -> Any:
-    return None if tensors is None else (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
+    return None if tensors is None else (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
