@@ -49,6 +49,17 @@ class Place(NamedTuple):
     routed: Routed | None = None
 
 
+class Known(NamedTuple):
+    """A use of parameters as it was found before, and what it was found from."""
+
+    groups: Groups
+    shape: torch.Size  # of the operation's input
+    findings: Any  # of the model
+    into: bool  # pairs went to the optimizer
+    axis: int
+    weights: list[Weight]
+
+
 class MiniBatch:
     """The mini-batch under way: one object from the opening of a context to its end."""
 
@@ -147,6 +158,40 @@ class MiniBatch:
                 if not torch.compiler.is_compiling() or p.ndim > 1 or p.numel() >= SMALL:
                     return Weight(p, self.facts.tickets[p.device][ticket], h, True)
         return Weight(h.value, h.tag, h)
+
+    # What an operation does is mostly the same from one mini-batch to the next.
+
+    def recall(self, site: tuple[Any, ...], x: Any) -> Known | None:
+        """What `remember` was told of a site, if looking at x would find it again."""
+        known: Known | None = self.facts.uses.get(site)
+        if known is None or self.mode is not Mode.GROUPED or type(x) is not Tensor or not x.requires_grad:
+            return None
+        if known.groups is not self.groups or known.shape != x.shape or known.into is (self.sink is None):
+            return None
+        if known.findings is not self.facts.findings:
+            return None
+        for w in known.weights:
+            h = w.handle
+            if h is not None:
+                if h.entry.tied or h.dtype != h.value.dtype:
+                    return None
+                h.entry.operations.add(site[0])
+        return known if routed(x, self.groups) is None else None
+
+    def remember(self, site: tuple[Any, ...], x: Tensor, axis: int, weights: list[Weight]) -> None:
+        """Put down what was found of a site: the name of an operation, the dimensions of a row, the ids of its weights.
+
+        Only of parameters that are used once, which `weights` holds, so that their ids stay theirs; and not where
+        groups have coefficients, which are tensors of this mini-batch.
+        """
+        if self.mode is not Mode.GROUPED or self.groups.c is not None:
+            return
+        for w in weights:
+            h = w.handle
+            if w.value is not None and (h is None or not h.direct or h.tag is not h.entry.companion):
+                return
+        known = Known(self.groups, x.shape, self.facts.findings, self.sink is not None, axis, weights)
+        self.facts.uses[site] = known
 
     def serve(self, h: Handle, name: str, delivers: bool = True) -> None:
         """Tell the probe of a use, by its operation; refuse one of a table that no check has seen."""

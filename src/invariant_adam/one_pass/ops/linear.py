@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import cast
 from ...kernels import gemm_square as kernels
 from ...kernels.ops import operator
 from ..dispatch import dispatch
@@ -84,8 +85,8 @@ def _gradients(ctx: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Any, ...]:
     dx, pair, pair_b = None, base.NOTHING, base.NOTHING
     if ctx.needs_input_grad[0]:
         with base.unfollowed():
-            wg = w.to(g.dtype)
-            dx = (g @ (wg.t() if flip else wg)).to(x.dtype)
+            wg = cast(w, g.dtype)
+            dx = cast(g @ (wg.t() if flip else wg), x.dtype)
     weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
     if use.routed is not None:
         if weight is not None:
