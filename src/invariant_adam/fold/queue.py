@@ -260,7 +260,7 @@ class FoldQueue:
         state, update = self.moments.follow(p), self.update
         if state["debias1"] == 1.0:
             return self.reducer.begin(scalars.begin_free())
-        history = self.moments.history(p)
+        history = self.moments.history(p, state)
         tally = update.begun.get(history)
         if tally is None:
             group = self.moments.group(p)
@@ -404,9 +404,13 @@ class FoldQueue:
     def histories(self) -> Iterator[tuple[dict[str, Any], Tally, dict[str, Any], list[Tensor]]]:
         """What was folded, once for all parameters that share a history: group, tally, state and the parameters."""
         alike: dict[Any, list[Tensor]] = defaultdict(list)
-        tallies, moments = self.update.tallies, self.moments
+        tallies, moments, before = self.update.tallies, self.moments, None
+        same: list[Tensor] = []
         for p, tally in tallies.items():
-            alike[tally.kappa, tally.a, tally.b, p.device, p.dtype, moments.history(p)].append(p)
+            key = tally.kappa, tally.a, tally.b, p.device, p.dtype, moments.history(p)
+            if key != before:
+                before, same = key, alike[key]
+            same.append(p)
         for params in alike.values():
             first = params[0]
             yield moments.group(first), tallies[first], moments.state[first], params
@@ -418,7 +422,8 @@ class FoldQueue:
         for step in steps:
             ready = [p for p in step.params if p not in waiting] if waiting else step.params
             if ready:
-                ms, vs = ([reducer.local(state[p][key]) for p in ready] for key in ("exp_avg", "exp_avg_sq"))
+                states = [state[p] for p in ready]
+                ms, vs = ([reducer.local(each[key]) for each in states] for key in ("exp_avg", "exp_avg_sq"))
                 self.launcher.step(ready, [reducer.weight(p) for p in ready], ms, vs, step)
             for alike in self._alike([waiting[p] for p in step.params if p in waiting] if waiting else []):
                 self.launcher.fold_step(alike, step)

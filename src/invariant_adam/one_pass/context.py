@@ -230,12 +230,12 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         with torch._C.DisableTorchFunctionSubclass():
             for entry, made in waiting:
                 p = entry.param
-                if made is None and p.grad is None:
+                found = made or self._take(entry)
+                if found is None:
                     entry.waits = not ended
                     if not ended:
                         self.waiting.append((entry, None))
                     continue
-                found = made or self._take(entry)
                 params, pairs = lists[entry.taker]
                 params.append(p)
                 pairs.append(pair.joined(p, found) if pair.is_there(p) else found)
@@ -352,23 +352,25 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "forwards or several reentrant checkpoints needs one forward, or use_reentrant=False, and check=True."
             )
         for entry in self.armed:
-            if not entry.done and entry.param.grad is not None:
-                found, entry.done = self._take(entry), True
+            found = None if entry.done else self._take(entry)
+            if found is not None:
+                entry.done = True
                 pair.put(entry.param, found, entry.taker)
 
-    def _take(self, entry: Entry) -> pair.Pair:
-        """Take what has come to a parameter and its companion."""
-        p, companion = entry.param, entry.companion
+    def _take(self, entry: Entry) -> pair.Pair | None:
+        """Take what has come to a parameter and its companion; None where no gradient has."""
+        p, companion, mini = entry.param, entry.companion, self.mini
         grad, square = p.grad, companion.grad
-        assert grad is not None
-        if self.mini.single:
+        if grad is None:
+            return None
+        if mini.single:
             square = grad.detach().to(companion.dtype).square()
         else:
             assert square is not None
             companion.grad = None
-            square = entry.shaped(square)
+            square = square if entry.places is None else entry.shaped(square)
         p.grad = entry.before
-        return pair.Pair(grad, square, self.mini.kappa, self.mini.scale)
+        return pair.Pair(grad, square, mini.kappa, mini.scale)
 
 
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:

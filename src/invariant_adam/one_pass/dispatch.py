@@ -77,10 +77,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if mini is None or mini.mode is Mode.PLAIN or not torch.is_grad_enabled():
         return func(*args, **kwargs)
     name = name_of(func)
-    if name in UNFOLLOWED:
-        return func(*args, **kwargs)
-    mini.ready(name)
     known = OPERATIONS.get(name)
+    if known is None and name in UNFOLLOWED:
+        return func(*args, **kwargs)
+    if mini.mode is not Mode.GROUPED or torch.compiler.is_compiling():
+        mini.ready(name)
     if known is not None:
         out = known.rule(mini, func, *args, **kwargs)
         if out is not NotImplemented:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .groups import Groups, UnsupportedUse, without_samples
-from .ops.base import copies
+from .ops.base import Use, copies
 from .routing import Routed, routed
 from .weight import Entry, Handle, Held, Lifted, OnePassParameter, Weight, apart, names_of, same
 
@@ -52,12 +52,10 @@ class Place(NamedTuple):
 class Known(NamedTuple):
     """A use of parameters as it was found before, and what it was found from."""
 
-    groups: Groups
+    use: Use
     shape: torch.Size  # of the operation's input
     findings: Any  # of the model
     into: bool  # pairs went to the optimizer
-    axis: int
-    weights: list[Weight]
 
 
 class MiniBatch:
@@ -161,37 +159,38 @@ class MiniBatch:
 
     # What an operation does is mostly the same from one mini-batch to the next.
 
-    def recall(self, site: tuple[Any, ...], x: Any) -> Known | None:
+    def recall(self, site: tuple[Any, ...], x: Any) -> Use | None:
         """What `remember` was told of a site, if looking at x would find it again."""
         known: Known | None = self.facts.uses.get(site)
         if known is None or self.mode is not Mode.GROUPED or type(x) is not Tensor or not x.requires_grad:
             return None
-        if known.groups is not self.groups or known.shape != x.shape or known.into is (self.sink is None):
+        use, shape, findings, into = known
+        if use.groups is not self.groups or findings is not self.facts.findings or into is (self.sink is None):
             return None
-        if known.findings is not self.facts.findings:
+        # A sequence may have another length.
+        if shape != x.shape and (findings.axes or self.groups.axis_of(x.shape, x.ndim - site[1]) != use.axis):
             return None
-        for w in known.weights:
+        for w in use.weights:
             h = w.handle
             if h is not None:
                 if h.entry.tied or h.dtype != h.value.dtype:
                     return None
                 h.entry.operations.add(site[0])
-        return known if routed(x, self.groups) is None else None
+        return use if routed(x, self.groups) is None else None
 
-    def remember(self, site: tuple[Any, ...], x: Tensor, axis: int, weights: list[Weight]) -> None:
+    def remember(self, site: tuple[Any, ...], x: Tensor, use: Use) -> None:
         """Put down what was found of a site: the name of an operation, the dimensions of a row, the ids of its weights.
 
-        Only of parameters that are used once, which `weights` holds, so that their ids stay theirs; and not where
-        groups have coefficients, which are tensors of this mini-batch.
+        Only of parameters that are used once, which `use` holds, so that their ids stay theirs; and not where groups
+        have coefficients, which are tensors of this mini-batch, or rows are in another order than the batch's.
         """
-        if self.mode is not Mode.GROUPED or self.groups.c is not None:
+        if self.mode is not Mode.GROUPED or self.groups.c is not None or use.routed is not None or not x.requires_grad:
             return
-        for w in weights:
+        for w in use.weights:
             h = w.handle
             if w.value is not None and (h is None or not h.direct or h.tag is not h.entry.companion):
                 return
-        known = Known(self.groups, x.shape, self.facts.findings, self.sink is not None, axis, weights)
-        self.facts.uses[site] = known
+        self.facts.uses[site] = Known(use, x.shape, self.facts.findings, self.sink is not None)
 
     def serve(self, h: Handle, name: str, delivers: bool = True) -> None:
         """Tell the probe of a use, by its operation; refuse one of a table that no check has seen."""

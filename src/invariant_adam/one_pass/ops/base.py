@@ -112,6 +112,9 @@ class Use:
         self.axis, self.routed = axis, routed  # of the batch in the operation's input; or where its rows come from
         self.weights = weights  # in the order in which the Function takes them
         self.settings = settings  # the operation's own
+        self.given: list[Any] = []  # the values and the tags of the weights
+        for w in weights:
+            self.given += (w.value, w.tag)
 
 
 def use_of(
@@ -126,7 +129,7 @@ def use_of(
     site = () if axis is not None or torch.compiler.is_compiling() else (name, event, *map(id, weights))
     known = mini.recall(site, x) if site else None
     if known is not None:
-        return Use(known.groups, known.axis, None, known.weights, settings)
+        return known if known.settings == settings else Use(known.groups, known.axis, None, known.weights, settings)
     if mini.holds(x):
         return None
     held = []  # no comprehensions: this is done for every operation, and each would be a call more
@@ -140,9 +143,10 @@ def use_of(
     found = []
     for i, w in enumerate(weights):  # a Function for rows in any order returns its pairs
         found.append(mini.weight_of(held[i], w, name, i if place.routed is None else None))
-    if site and place.routed is None:
-        mini.remember(site, x, place.axis, found)
-    return Use(mini.groups, place.axis, place.routed, found, settings)
+    use = Use(mini.groups, place.axis, place.routed, found, settings)
+    if site:
+        mini.remember(site, x, use)
+    return use
 
 
 def table_of(weight: Weight) -> Any:
@@ -176,12 +180,10 @@ class Squaring(Function):
 
 def call(function: type[Squaring], x: Any, use: Use, *others: Any) -> Any:
     """`function.apply(x, use, w, tag, ..., *others)` without what it does for functorch, where that is not at work."""
-    flat: list[Any] = []
-    for w in use.weights:
-        flat += (w.value, w.tag)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(x, use, *flat, *others)
-    return super(Function, function).apply(torch._C._functorch.unwrap_if_dead(x), use, *flat, *others)  # type: ignore[misc]
+        return function.apply(x, use, *use.given, *others)
+    x = torch._C._functorch.unwrap_if_dead(x)
+    return super(Function, function).apply(x, use, *use.given, *others)  # type: ignore[misc]
 
 
 def unfollowed() -> AbstractContextManager[Any]:

@@ -45,9 +45,11 @@ class LayerNorm(base.Squaring):
         if weight is None and bias is None:
             return base.returned(ctx, dx, base.NOTHING, base.NOTHING)
         if g.is_cuda:
-            Gs, Xs = ([t.flatten(2) for t in groups.split(y, axis, event)] for y in (g, x))
+            Gs, Xs = groups.split(g, axis, event), groups.split(x, axis, event)
+            if event > 1:
+                Gs, Xs = ([t.flatten(2) for t in each] for each in (Gs, Xs))
             if all(sums.takes_fused(t) for t in (*Gs, *Xs)):
-                means, rstds = ([t.flatten(1) for t in groups.split(y, axis, event)] for y in (mean, rstd))
+                means, rstds = groups.split(mean, axis, 0), groups.split(rstd, axis, 0)
                 rows = zip(groups.stretches, Gs, Xs, means, rstds, strict=True)
                 made = [sums.norm_sums(G, X, mu, r, groups.coefficients(s)) for s, G, X, mu, r in rows]
                 pairs = base.deliver_both(weight, bias, [each for each, _ in made], [pair for _, pair in made], shape)
