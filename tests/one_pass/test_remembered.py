@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from loop_oracle import assert_exact, error, loop
 from torch import nn
 
 import invariant_adam as ia
 from invariant_adam.one_pass.mini_batch import MiniBatch
-from loop_oracle import assert_exact, error, loop
 
 
 class Net(nn.Module):

@@ -124,7 +124,10 @@ class FoldQueue:
                 self.on_pairs(params, pairs)
             return
         self.update.watch_backward(self.flush_queued)
-        self.push(params, list(map(self._local, params, pairs)))
+        graph = any(x.grad.requires_grad or x.grad_sq.requires_grad for x in pairs)  # type: ignore[union-attr]
+        if graph or self.reducer.pieces:
+            pairs = list(map(self._local, params, pairs))
+        self.push(params, pairs)
 
     @property
     def room(self) -> int:
@@ -223,8 +226,6 @@ class FoldQueue:
         piece = self.reducer.gradient
         assert found.grad_sq is not None
         grad, square = _detached(piece(p, found.grad)), _detached(piece(p, found.grad_sq))
-        if grad is found.grad and square is found.grad_sq:
-            return found
         return Pair(grad, square, found.kappa, found.scale, found.borrowed)
 
     def _condition(self, params: list[Tensor], pairs: list[Pair]) -> list[Pair]:
@@ -274,6 +275,7 @@ class FoldQueue:
     def count(self, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]) -> list[Fold]:
         """Count pairs of `params` in the open update; return how they are folded."""
         moments, update, arrive, local = self.moments, self.update, self.launcher.arrive, self.reducer.local
+        pieces = self.reducer.pieces
         signs: list[float] = []  # of the groups
         folds: list[Fold] = []
         device: Any = None
@@ -291,7 +293,9 @@ class FoldQueue:
             tally.keep = ONES
             tally.kappa += kappa
             state = moments.state[p]
-            m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            m, v = state["exp_avg"], state["exp_avg_sq"]
+            if pieces:
+                m, v = local(m), local(v)
             folds.append(Fold(m, v, keep, gain, counter, None, grad, square, p, place))
         return folds
 

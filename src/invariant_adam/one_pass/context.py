@@ -218,10 +218,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             hooks.when_finished(self._hand_over)
         self.waiting.append((entry, made))
         self.elements += entry.size
-        # What a compiled graph returns, and does not count, is in memory as a whole: more of it may wait.
-        graph = not entry.arrived and not self.mini.single
-        if self.elements > self.room * (_GRAPH if graph else 1):
-            self._hand_over(ended=False)
+        if self.elements > self.room:
+            # What a compiled graph returns, and does not count, is in memory as a whole: more of it may wait.
+            graph = not entry.arrived and not self.mini.single
+            if not graph or self.elements > self.room * _GRAPH:
+                self._hand_over(ended=False)
 
     def _hand_over(self, ended: bool = True) -> None:
         """Give the pairs that wait to their takers; a gradient that comes after its square may still do so."""

@@ -54,7 +54,7 @@ class Known(NamedTuple):
 
     use: Use
     shape: torch.Size  # of the operation's input
-    findings: Any  # of the model
+    axes: Any  # that a check has found out, replaced as a whole
     into: bool  # pairs went to the optimizer
 
 
@@ -159,27 +159,27 @@ class MiniBatch:
 
     # What an operation does is mostly the same from one mini-batch to the next.
 
-    def recall(self, site: tuple[Any, ...], x: Any) -> Use | None:
-        """What `remember` was told of a site, if looking at x would find it again."""
-        known: Known | None = self.facts.uses.get(site)
+    def recall(self, key: tuple[Any, ...], x: Any) -> Use | None:
+        """What `remember` has put down, if looking at x would find it again."""
+        known: Known | None = self.facts.uses.get(key)
         if known is None or self.mode is not Mode.GROUPED or type(x) is not Tensor or not x.requires_grad:
             return None
-        use, shape, findings, into = known
-        if use.groups is not self.groups or findings is not self.facts.findings or into is (self.sink is None):
+        use, shape, axes, into = known
+        if use.groups is not self.groups or axes is not self.facts.findings.axes or into is (self.sink is None):
             return None
         # A sequence may have another length.
-        if shape != x.shape and (findings.axes or self.groups.axis_of(x.shape, x.ndim - site[1]) != use.axis):
+        if shape != x.shape and (axes or self.groups.axis_of(x.shape, x.ndim - key[1]) != use.axis):
             return None
         for w in use.weights:
             h = w.handle
             if h is not None:
                 if h.entry.tied or h.dtype != h.value.dtype:
                     return None
-                h.entry.operations.add(site[0])
+                h.entry.operations.add(key[0])
         return use if routed(x, self.groups) is None else None
 
-    def remember(self, site: tuple[Any, ...], x: Tensor, use: Use) -> None:
-        """Put down what was found of a site: the name of an operation, the dimensions of a row, the ids of its weights.
+    def remember(self, key: tuple[Any, ...], x: Tensor, use: Use) -> None:
+        """Put down what was found. The key: the name of an operation, the dimensions of a row, the ids of the weights.
 
         Only of parameters that are used once, which `use` holds, so that their ids stay theirs; and not where groups
         have coefficients, which are tensors of this mini-batch, or rows are in another order than the batch's.
@@ -190,7 +190,7 @@ class MiniBatch:
             h = w.handle
             if w.value is not None and (h is None or not h.direct or h.tag is not h.entry.companion):
                 return
-        self.facts.uses[site] = Known(use, x.shape, self.facts.findings, self.sink is not None)
+        self.facts.uses[key] = Known(use, x.shape, self.facts.findings.axes, self.sink is not None)
 
     def serve(self, h: Handle, name: str, delivers: bool = True) -> None:
         """Tell the probe of a use, by its operation; refuse one of a table that no check has seen."""

@@ -26,7 +26,7 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, 
     """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i), of one dtype; c (κ,) weighs the squares."""
     how, acc = method(G.shape[1]), wide(G.dtype)
     if how == "products":
-        return _products(G, X, c)
+        return _products(G, X, c, acc)
     flat_g, flat_x = G.reshape(-1, G.shape[2]), X.reshape(-1, X.shape[2])
     dW = flat_g.t() @ flat_x
     if how == "pairs":
@@ -55,8 +55,8 @@ def _pairs(G: Tensor, X: Tensor, c: Tensor | None) -> Tensor:
     return S.clamp_min(0.0)
 
 
-def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
-    (kappa, _, out), inner, acc = G.shape, X.shape[2], wide(G.dtype)
+def _products(G: Tensor, X: Tensor, c: Tensor | None, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    (kappa, _, out), inner = G.shape, X.shape[2]
     here = G.is_cpu and not torch.compiler.is_compiling()
     if here and c is None and kappa * out * inner * acc.itemsize <= CACHE_BYTES:
         g = cast(torch.bmm(G.transpose(1, 2), X), acc)

@@ -126,8 +126,8 @@ def use_of(
     None leaves it to the fallback: x itself is made of parameters alone, or is a constant, or a weight comes from the
     batch. A rule that knows the batch dimension of x gives `axis`. Its Function may serve rows in `any_order`.
     """
-    site = () if axis is not None or torch.compiler.is_compiling() else (name, event, *map(id, weights))
-    known = mini.recall(site, x) if site else None
+    key = () if axis is not None or torch.compiler.is_compiling() else (name, event, *map(id, weights))
+    known = mini.recall(key, x) if key else None
     if known is not None:
         return known if known.settings == settings else Use(known.groups, known.axis, None, known.weights, settings)
     if mini.holds(x):
@@ -144,8 +144,8 @@ def use_of(
     for i, w in enumerate(weights):  # a Function for rows in any order returns its pairs
         found.append(mini.weight_of(held[i], w, name, i if place.routed is None else None))
     use = Use(mini.groups, place.axis, place.routed, found, settings)
-    if site:
-        mini.remember(site, x, use)
+    if key:
+        mini.remember(key, x, use)
     return use
 
 
@@ -250,6 +250,8 @@ def deliver_at_once(groups: Groups, weight: Weight, kernel: Kernel, *operands: A
 
 def deliver_sums(groups: Groups, weight: Weight | None, shares: list[Tensor]) -> Gradients:
     """`deliver` for shares that are already formed, (groups, *w.shape) per stretch."""
+    if weight is not None and len(shares) == 1:
+        return (None, shares[0]) if weight.handle.grouped else hand_over(weight, *sum_square(shares[0], groups.c))
     return deliver(groups, weight, SUMS, [(t,) for t in shares])
 
 

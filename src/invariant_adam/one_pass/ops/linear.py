@@ -33,7 +33,9 @@ def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
             kernels.fused.gemm_square(G, X.to(G.dtype), c, into=target)
             return
         dW, S = kernels.gemm_square(G, X, c)
-        taker.fold(entry, dW.view(p.shape), S.view(p.shape))
+        if dW.shape != p.shape:
+            dW, S = dW.view(p.shape), S.view(p.shape)
+        taker.fold(entry, dW, S)
 
 
 @operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", ticket_shape)
