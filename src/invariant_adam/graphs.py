@@ -117,7 +117,7 @@ class Replay(Launcher):
         expected = recorded.expected if queue.update.expected is None else queue.update.expected
         queue.update = Update(expected=expected, micro_batches=recorded.micro_batches)
         for p, pair in self.recorder.arrivals:
-            fold = queue.count(p, queue.tally(p), pair)
+            (fold,) = queue.count([p], [queue.tally(p)], [pair])
             self._folds.append((*fold.keep, *fold.gain))
 
     def step(self, params: list[Tensor], weights: list[Tensor], ms: list[Tensor], vs: list[Tensor], step: Step) -> None:

@@ -35,6 +35,7 @@ class GroupReducer(Reducer):
     """
 
     several = True
+    pieces = True
     even = False  # all ranks bring as many micro-batches, and each counts those of all
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:

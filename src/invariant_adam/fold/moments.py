@@ -78,15 +78,20 @@ class Moments:
     def follow(self, p: Tensor) -> dict[str, Any]:
         """The state of `p`, its moments where `p` is now: a model.to(...) may have come after the optimizer."""
         state = self.state[p]
-        m, dtype = state["exp_avg"], self.dtype_of(p)
+        m, dtype = state["exp_avg"], p.dtype
+        if dtype != self.dtype:
+            dtype = self.dtype_of(p)
         if m.dtype != dtype or m.device != p.device:
             for key in KEYS:
                 state[key] = state[key].to(p.device, dtype)
         return state
 
-    def history(self, p: Tensor) -> tuple[Any, ...]:
-        """What parameters must share to have the same scalars in an update: group and counters."""
-        return self.index(p), *_counters(self.state[p])
+    def history(self, p: Tensor, state: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        """What parameters must share to have the same scalars in an update: group and counters.
+
+        `state` is that of `p`, where it is at hand.
+        """
+        return self.index(p), _counters(self.state[p] if state is None else state)
 
     def advance(self, moved: list[tuple[list[Tensor], scalars.Counters]], samples_seen: int, kappa: float) -> None:
         """Count an update: what its parameters have as new counters, and the run."""

@@ -124,7 +124,10 @@ class FoldQueue:
                 self.on_pairs(params, pairs)
             return
         self.update.watch_backward(self.flush_queued)
-        self.push(params, list(map(self._local, params, pairs)))
+        graph = any(x.grad.requires_grad or x.grad_sq.requires_grad for x in pairs)  # type: ignore[union-attr]
+        if graph or self.reducer.pieces:
+            pairs = list(map(self._local, params, pairs))
+        self.push(params, pairs)
 
     @property
     def room(self) -> int:
@@ -179,13 +182,15 @@ class FoldQueue:
         pairs = self._condition(params, pairs or [self._take(p) for p in params])
         if reducer.send(self, params, tallies, pairs):
             return
-        now, room = [], 0
+        update.kinds |= {x.grad_sq is not None for x in pairs}
+        folds, now, room = self.count(params, tallies, pairs), [], 0
         # A list has waited for each other already.
         if self.in_backward and len(params) == 1 and torch._C._current_graph_task_id() >= 0:
             room = _room_on(pairs[0].grad.device)
-        for p, tally, x in zip(params, tallies, pairs, strict=True):
-            update.kinds.add(x.grad_sq is not None)
-            fold = self.count(p, tally, x)
+        if not room and update.expected is None:
+            self._launch(folds)
+            return
+        for p, tally, x, fold in zip(params, tallies, pairs, folds, strict=True):
             if update.expected is not None and self._is_whole(tally, x):
                 update.late[p] = fold
                 update.versions[p] = x.grad._version
@@ -256,7 +261,7 @@ class FoldQueue:
         state, update = self.moments.follow(p), self.update
         if state["debias1"] == 1.0:
             return self.reducer.begin(scalars.begin_free())
-        history = self.moments.history(p)
+        history = self.moments.history(p, state)
         tally = update.begun.get(history)
         if tally is None:
             group = self.moments.group(p)
@@ -267,19 +272,32 @@ class FoldQueue:
             tally = update.begun[history] = scalars.begin(state, scalars.betas_at(group, kappa), kappa)
         return self.reducer.begin(tally.copy())
 
-    def count(self, p: Tensor, tally: Tally, x: Pair) -> Fold:
-        """Count a pair of `p` in the open update; return how it is folded."""
-        place = self.launcher.arrive(p, tally, x)
-        if not tally.kappa:
-            self.update.tallies[p] = tally
-        sign, kappa = 1.0 if x.signed else self.sign(p), x.kappa
-        keep, (b1, b2), (scale1, scale2) = tally.keep, tally.b, x.scale
-        gain = (b1 * kappa * sign * scale1, b2 * kappa * sign * sign * scale2)
-        tally.keep = ONES
-        tally.kappa += kappa
-        state, local = self.moments.state[p], self.reducer.local
-        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        return Fold(m, v, keep, gain, self.nonfinite.counter(p.device), None, x.grad, x.grad_sq, p, place)
+    def count(self, params: list[Tensor], tallies: list[Tally], pairs: list[Pair]) -> list[Fold]:
+        """Count pairs of `params` in the open update; return how they are folded."""
+        moments, update, arrive, local = self.moments, self.update, self.launcher.arrive, self.reducer.local
+        pieces = self.reducer.pieces
+        signs: list[float] = []  # of the groups
+        folds: list[Fold] = []
+        device: Any = None
+        counter: Any = None
+        for p, tally, x in zip(params, tallies, pairs, strict=True):
+            place, (grad, square, kappa, (scale1, scale2), _, signed) = arrive(p, tally, x), x
+            if not tally.kappa:
+                update.tallies[p] = tally
+            if not signed and not signs:
+                signs = self._signs()
+            if p.device != device:
+                device, counter = p.device, self.nonfinite.counter(p.device)
+            sign, keep, (b1, b2) = 1.0 if signed else signs[moments.index(p)], tally.keep, tally.b
+            gain = (b1 * kappa * sign * scale1, b2 * kappa * sign * sign * scale2)
+            tally.keep = ONES
+            tally.kappa += kappa
+            state = moments.state[p]
+            m, v = state["exp_avg"], state["exp_avg_sq"]
+            if pieces:
+                m, v = local(m), local(v)
+            folds.append(Fold(m, v, keep, gain, counter, None, grad, square, p, place))
+        return folds
 
     @property
     def divisor(self) -> float:
@@ -292,7 +310,12 @@ class FoldQueue:
 
     def sign(self, p: Tensor) -> float:
         """What a gradient of `p` must be multiplied with: the loss divisor, negative to maximize."""
-        return -self.divisor if self.moments.group(p)["maximize"] else self.divisor
+        return self._signs()[self.moments.index(p)]
+
+    def _signs(self) -> list[float]:
+        """The same for each group."""
+        divisor = self.divisor
+        return [-divisor if group["maximize"] else divisor for group in self.moments.groups]
 
     def _is_whole(self, tally: Tally, x: Pair) -> bool:
         """Whether a gradient is all that its parameter gets in this update, so that it may wait for the step.
@@ -327,7 +350,7 @@ class FoldQueue:
             self.flush()
         self.update.watch_backward(self.flush_queued)
         self.update.kinds.add(True)
-        fold = self.count(p, tally, Pair(p, None, kappa, scale))  # its gradient does not exist yet
+        (fold,) = self.count([p], [tally], [Pair(p, None, kappa, scale)])  # its gradient does not exist yet
         return fold._replace(grad=None, slots=self.launcher.slots(m, [fold.place]))
 
     # ---------------------------------------------------------------- Fold -> m, v
@@ -343,10 +366,14 @@ class FoldQueue:
         if len(folds) == 1:
             return [folds]
         alike: dict[Any, list[Fold]] = defaultdict(list)
+        index, before = self.moments.index, None
+        same: list[Fold] = []
         for f in folds:
             grad: Any = f.grad
-            index = self.moments.index(f.param)  # type: ignore[arg-type]
-            alike[index, f.keep, f.gain, grad.device, grad.dtype, f.square is None].append(f)
+            key = f.keep, f.gain, grad.dtype, f.square is None, grad.device, index(f.param)  # type: ignore[arg-type]
+            if key != before:  # as few are: a key costs more to look up than to compare
+                before, same = key, alike[key]
+            same.append(f)
         return alike.values()
 
     @torch.no_grad()
@@ -381,9 +408,13 @@ class FoldQueue:
     def histories(self) -> Iterator[tuple[dict[str, Any], Tally, dict[str, Any], list[Tensor]]]:
         """What was folded, once for all parameters that share a history: group, tally, state and the parameters."""
         alike: dict[Any, list[Tensor]] = defaultdict(list)
-        tallies, moments = self.update.tallies, self.moments
+        tallies, moments, before = self.update.tallies, self.moments, None
+        same: list[Tensor] = []
         for p, tally in tallies.items():
-            alike[tally.kappa, tally.a, tally.b, p.device, p.dtype, moments.history(p)].append(p)
+            key = tally.kappa, tally.a, tally.b, p.device, p.dtype, moments.history(p)
+            if key != before:
+                before, same = key, alike[key]
+            same.append(p)
         for params in alike.values():
             first = params[0]
             yield moments.group(first), tallies[first], moments.state[first], params
@@ -395,7 +426,8 @@ class FoldQueue:
         for step in steps:
             ready = [p for p in step.params if p not in waiting] if waiting else step.params
             if ready:
-                ms, vs = ([reducer.local(state[p][key]) for p in ready] for key in ("exp_avg", "exp_avg_sq"))
+                states = [state[p] for p in ready]
+                ms, vs = ([reducer.local(each[key]) for each in states] for key in ("exp_avg", "exp_avg_sq"))
                 self.launcher.step(ready, [reducer.weight(p) for p in ready], ms, vs, step)
             for alike in self._alike([waiting[p] for p in step.params if p in waiting] if waiting else []):
                 self.launcher.fold_step(alike, step)

@@ -25,6 +25,7 @@ class Reducer:
     """One process that trains alone."""
 
     kernels_fold = True  # whether a kernel may fold into the moments by itself
+    pieces = False  # whether `local` and `gradient` may cut something off
     # Whether ranks decide on each update together, on the host. Moments are then reduced before the weights move, and
     # no gradient may wait to be folded as they do.
     size = 1  # ranks

@@ -128,20 +128,23 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         self.room = min((getattr(taker, "room", 0) for taker in {entry.taker for entry in entries}), default=0)
         for entry in entries:
             p = entry.param
-            if p.grad is not None and pair.peek(p) is None:
+            grad, watched = p.grad, p._backward_hooks
+            if grad is not None and pair.peek(p) is None:
                 raise RuntimeError(
                     f"{entry.name} has a gradient from outside one_pass; consume (fold, step) or clear it (zero_grad)"
                 )
-            entry.refuse_hooks(called=self.into is None)
+            if watched or len(p._post_accumulate_grad_hooks or ()) != entry.hooks:
+                entry.refuse_hooks(called=self.into is None)
             if type(p) is not nn.Parameter:
                 raise UnsupportedUse(f"{entry.name} is a {type(p).__name__}; one_pass follows torch.nn.Parameter only")
-            if p._backward_hooks:
+            if watched:
                 self.undo.append(Watched(mini, entry))
             self.armed.append(entry)
-            entry.before = p.grad
-            p.grad = entry.companion.grad = None
+            entry.before = grad
+            if grad is not None:
+                p.grad = None
+            entry.companion.grad = None
             entry.begin()
-            entry.restart()
             entry.operations.clear()
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
@@ -173,7 +176,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         Open.mini_batch = None
         try:
-            self.mini.normed, self.facts.norms = {}, []
+            self.mini.normed, self.facts.norms, self.facts.modules = {}, [], []
             self._unpatch()
             while self.undo:
                 self.undo.pop().remove()
@@ -192,17 +195,15 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 if not entry.done:
                     entry.param.grad, entry.companion.grad = entry.before, None
                 entry.before = None
-                entry.restart()
+                if entry.tied:
+                    entry.restart()
             self.armed, self.waiting = [], []
             Open.lock.release()
 
     def _arrived(self, entry: Entry) -> None:
-        """Have the pair handed over when both halves have arrived, so that the optimizer frees it in backward."""
+        """Have the pair handed over whose square has arrived, so that the optimizer frees it in backward."""
         if entry.companion.grad is None and not self.mini.single:
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            if entry.param.grad is None:
-                return
         if entry.done or entry.waits:
             raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
         entry.waits = True
@@ -217,21 +218,28 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             hooks.when_finished(self._hand_over)
         self.waiting.append((entry, made))
         self.elements += entry.size
-        # What a compiled graph returns, and does not count, is in memory as a whole: more of it may wait.
-        graph = not entry.arrived and not self.mini.single
-        if self.elements > self.room * (_GRAPH if graph else 1):
-            self._hand_over()
+        if self.elements > self.room:
+            # What a compiled graph returns, and does not count, is in memory as a whole: more of it may wait.
+            graph = not entry.arrived and not self.mini.single
+            if not graph or self.elements > self.room * _GRAPH:
+                self._hand_over(ended=False)
 
-    def _hand_over(self) -> None:
-        """Give the pairs that wait to their takers."""
+    def _hand_over(self, ended: bool = True) -> None:
+        """Give the pairs that wait to their takers; a gradient that comes after its square may still do so."""
         waiting, self.waiting, self.elements = self.waiting, [], 0
         lists: dict[pair.Taker | None, tuple[list[Tensor], list[pair.Pair]]] = defaultdict(lambda: ([], []))
         with torch._C.DisableTorchFunctionSubclass():
             for entry, made in waiting:
+                p = entry.param
                 found = made or self._take(entry)
+                if found is None:
+                    entry.waits = not ended
+                    if not ended:
+                        self.waiting.append((entry, None))
+                    continue
                 params, pairs = lists[entry.taker]
-                params.append(entry.param)
-                pairs.append(pair.joined(entry.param, found) if pair.is_there(entry.param) else found)
+                params.append(p)
+                pairs.append(pair.joined(p, found) if pair.is_there(p) else found)
                 entry.waits, entry.done = False, True
         for taker, (params, pairs) in lists.items():
             assert taker is not None  # where nobody takes them, they stay on the leaves
@@ -254,7 +262,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if not torch.is_grad_enabled() or mini.probe is not None or torch.compiler.is_compiling():
             return
         with torch._C.DisableTorchFunctionSubclass():  # each p.grad would ask the dispatcher
-            again = any(e.companion.grad is not None or e.done or e.param.grad is not None for e in self.armed)
+            again = any(e.done or e.companion.grad is not None or e.param.grad is not None for e in self.armed)
         if again:
             self._harvest()  # a backward has run since the last forward: this is another mini-batch
             for entry in self.armed:
@@ -283,9 +291,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "fully_shard, by one backward in one_pass on the plain model, or pass check=False"
             )
         for entry in self.armed:
-            entry.restart()
-            if self.check and entry.tied and not entry.table:
-                mini.share(entry)
+            if entry.tied:
+                entry.restart()
+                if self.check and not entry.table:
+                    mini.share(entry)
         if self.forwards == 1:
             mini.normed = {}
 
@@ -293,6 +302,9 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         device = self.armed[0].param.device if self.armed else None
         how = self.weights, self.usual_weight, self.ragged, self.reduction, device
         self.mini.divide(divided(batch, self.facts.micro, self.facts.axis, *how), mode)
+        if self.mini.single:
+            for entry in self.armed:
+                entry.listen()
 
     def _harvest(self) -> None:
         """Hand over what the backward left."""
@@ -311,6 +323,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "the optimizer; call loss.backward(), with the other parameters frozen (requires_grad_(False))"
             )
         for entry in self.armed:
+            if entry.done and entry.arrived == 1 and mini.kappa:
+                continue  # as nearly always
             # A compiled graph does not count what it delivers: count forwards and backwards.
             times = entry.arrived or entry.fired * max(1, self.forwards)
             what, square = "", entry.companion.grad
@@ -339,23 +353,25 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "forwards or several reentrant checkpoints needs one forward, or use_reentrant=False, and check=True."
             )
         for entry in self.armed:
-            if entry.param.grad is not None and not entry.done:
-                found, entry.done = self._take(entry), True
+            found = None if entry.done else self._take(entry)
+            if found is not None:
+                entry.done = True
                 pair.put(entry.param, found, entry.taker)
 
-    def _take(self, entry: Entry) -> pair.Pair:
-        """Take what has come to a parameter and its companion."""
-        p, companion = entry.param, entry.companion
+    def _take(self, entry: Entry) -> pair.Pair | None:
+        """Take what has come to a parameter and its companion; None where no gradient has."""
+        p, companion, mini = entry.param, entry.companion, self.mini
         grad, square = p.grad, companion.grad
-        assert grad is not None
-        if self.mini.single:
+        if grad is None:
+            return None
+        if mini.single:
             square = grad.detach().to(companion.dtype).square()
         else:
             assert square is not None
             companion.grad = None
-            square = entry.shaped(square)
+            square = square if entry.places is None else entry.shaped(square)
         p.grad = entry.before
-        return pair.Pair(grad, square, self.mini.kappa, self.mini.scale)
+        return pair.Pair(grad, square, mini.kappa, mini.scale)
 
 
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:

@@ -22,7 +22,7 @@ from .exchange import Open
 from .groups import Groups, UnsupportedUse, without_samples
 from .mini_batch import MiniBatch, Mode
 from .ops.base import OPERATIONS, as_called
-from .weight import Handle, lift, names_of
+from .weight import Followed, Handle, lift, names_of
 
 PROPERTIES = {name for name in dir(Tensor) if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")}
 # Operations that only look at a tensor or leave autograd, and properties that compute no value: they run as they are.
@@ -77,14 +77,19 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if mini is None or mini.mode is Mode.PLAIN or not torch.is_grad_enabled():
         return func(*args, **kwargs)
     name = name_of(func)
-    if name in UNFOLLOWED:
+    known = OPERATIONS.get(name)
+    if known is None and name in UNFOLLOWED:
         return func(*args, **kwargs)
-    mini.ready(name)
-    if name in OPERATIONS:
-        out = OPERATIONS[name].rule(mini, func, *args, **kwargs)
+    if mini.mode is not Mode.GROUPED or torch.compiler.is_compiling():
+        mini.ready(name)
+    if known is not None:
+        out = known.rule(mini, func, *args, **kwargs)
         if out is not NotImplemented:
             return out
     return fallback(mini, func, name, args, kwargs)
+
+
+Followed.dispatch = staticmethod(dispatch)
 
 
 def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

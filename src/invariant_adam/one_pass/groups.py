@@ -15,6 +15,7 @@ Weights with a usual weight n̄ only normalise: g_k = ∇(Σ w l)/n̄ counts by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,8 @@ class Groups:
         """Per stretch, x as (groups, rows per group, *its last `event` dimensions)."""
         x = x.movedim(axis, 0) if axis else x
         tail = x.shape[x.ndim - event :]
+        if len(self.stretches) == 1:
+            return [x.reshape(self.kappa, -1, *tail)]
         return [rows.reshape(s.hi - s.lo, -1, *tail) for s, rows in zip(self.stretches, self.pieces(x), strict=True)]
 
     def stack(self, x: Tensor, axis: int) -> list[Tensor]:
@@ -111,6 +114,12 @@ def join(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
+@lru_cache(maxsize=64)
+def _even(batch: int, micro: int, axis: int, factor: float) -> Groups:
+    """The same one for the same division: what is found out of it can be remembered."""
+    return Groups(batch, micro, axis, factor=factor)
+
+
 def divided(
     batch: int, micro: int, axis: int, weights: Tensor | None, usual: float | None, ragged: str, reduction: str,
     device: torch.device | None,
@@ -133,7 +142,7 @@ def divided(
     if weights is not None and usual is not None:
         factor, weights = float(weights.sum()) * micro / (usual * batch), None
     if weights is None and not rest:
-        return Groups(batch, size, axis, factor=factor)
+        return _even(batch, size, axis, factor)
     w = torch.ones(batch, device=device) if weights is None else weights.detach()
     w = w.to(device, torch.float64).reshape(batch, -1).sum(1)
     ids = torch.arange(batch, device=device) // size

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..fold import pair
+from ..kernels import cast
 from ..kernels.ops import operator
 from .exchange import Open
 from .groups import UnsupportedUse
@@ -50,6 +51,8 @@ class Sink:
             )
         self.optimizer, self.mini, self.wait = optimizer, mini, wait
         self.passed = False  # a backward came by that was not to accumulate
+        self.task: int | None = None  # the latest backward
+        self.accumulates = False  # it is to
         # Of the tickets: a backward over all leaves comes by there.
         self.edges = [get_gradient_edge(ticket) for ticket in chain.from_iterable(mini.facts.tickets.values())]
         self.entries = {entry.key: entry for entry in entries}
@@ -62,7 +65,11 @@ class Sink:
                 "a backward of one_pass(..., into=opt) ran in another context than its forward; call both in one, and "
                 "drop the update with opt.abandon()"
             )
-        if not any(torch._C._will_engine_execute_node(edge.node) for edge in self.edges):
+        task = torch._C._current_graph_task_id()
+        if task != self.task:
+            self.task = task
+            self.accumulates = any(torch._C._will_engine_execute_node(edge.node) for edge in self.edges)
+        if not self.accumulates:
             self.passed = True
             return None  # torch.autograd.grad, or backward(inputs=...): nothing is to accumulate
         if entry.done:
@@ -79,7 +86,7 @@ class Sink:
 
     def fold(self, entry: Entry, dW: Tensor, S: Tensor, borrowed: bool = False) -> None:
         """Fold a pair; at once, where its memory is borrowed (see `pair.put`)."""
-        made = pair.Pair(dW.to(entry.param.dtype), S, self.mini.kappa, self.mini.scale, borrowed)
+        made = pair.Pair(cast(dW, entry.param.dtype), S, self.mini.kappa, self.mini.scale, borrowed)
         if borrowed:
             pair.put(entry.param, made, entry.taker)
         else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .groups import Groups, UnsupportedUse, without_samples
-from .ops.base import copies
+from .ops.base import Use, copies
 from .routing import Routed, routed
 from .weight import Entry, Handle, Held, Lifted, OnePassParameter, Weight, apart, names_of, same
 
@@ -47,6 +47,15 @@ class Place(NamedTuple):
 
     axis: int
     routed: Routed | None = None
+
+
+class Known(NamedTuple):
+    """A use of parameters as it was found before, and what it was found from."""
+
+    use: Use
+    shape: torch.Size  # of the operation's input
+    axes: Any  # that a check has found out, replaced as a whole
+    into: bool  # pairs went to the optimizer
 
 
 class MiniBatch:
@@ -147,6 +156,41 @@ class MiniBatch:
                 if not torch.compiler.is_compiling() or p.ndim > 1 or p.numel() >= SMALL:
                     return Weight(p, self.facts.tickets[p.device][ticket], h, True)
         return Weight(h.value, h.tag, h)
+
+    # What an operation does is mostly the same from one mini-batch to the next.
+
+    def recall(self, key: tuple[Any, ...], x: Any) -> Use | None:
+        """What `remember` has put down, if looking at x would find it again."""
+        known: Known | None = self.facts.uses.get(key)
+        if known is None or self.mode is not Mode.GROUPED or type(x) is not Tensor or not x.requires_grad:
+            return None
+        use, shape, axes, into = known
+        if use.groups is not self.groups or axes is not self.facts.findings.axes or into is (self.sink is None):
+            return None
+        # A sequence may have another length.
+        if shape != x.shape and (axes or self.groups.axis_of(x.shape, x.ndim - key[1]) != use.axis):
+            return None
+        for w in use.weights:
+            h = w.handle
+            if h is not None:
+                if h.entry.tied or h.dtype != h.value.dtype:
+                    return None
+                h.entry.operations.add(key[0])
+        return use if routed(x, self.groups) is None else None
+
+    def remember(self, key: tuple[Any, ...], x: Tensor, use: Use) -> None:
+        """Put down what was found. The key: the name of an operation, the dimensions of a row, the ids of the weights.
+
+        Only of parameters that are used once, which `use` holds, so that their ids stay theirs; and not where groups
+        have coefficients, which are tensors of this mini-batch, or rows are in another order than the batch's.
+        """
+        if self.mode is not Mode.GROUPED or self.groups.c is not None or use.routed is not None or not x.requires_grad:
+            return
+        for w in use.weights:
+            h = w.handle
+            if w.value is not None and (h is None or not h.direct or h.tag is not h.entry.companion):
+                return
+        self.facts.uses[key] = Known(use, x.shape, self.facts.findings.axes, self.sink is not None)
 
     def serve(self, h: Handle, name: str, delivers: bool = True) -> None:
         """Tell the probe of a use, by its operation; refuse one of a table that no check has seen."""

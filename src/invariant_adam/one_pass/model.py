@@ -43,11 +43,13 @@ class ModelFacts:
         self.findings = Findings()
         self.entries: dict[int, Entry] = {}  # by the id of the parameter, which an entry holds
         self.order: list[Entry] = []
-        self.norms: list[_BatchNorm] = []  # while a context is open
+        self.modules: list[nn.Module] = []  # while a context is open
+        self.norms: list[_BatchNorm] = []  # of these, each once
         self.sharded = False  # a source named the parameters; gradients and squares are reduced elsewhere
         # Of parameters used once, by the key of the entry, and the companion it was made with. Kept here: an entry that
         # held its handle would be held by it, and the parameters freed late.
         self.handles: dict[int, tuple[Tensor, Handle]] = {}
+        self.uses: dict[Any, Any] = {}  # of these, as `MiniBatch.remember` puts them down
         # The leaves whose gradients stand for handovers to the optimizer: one for each parameter of an operation.
         self.tickets: dict[torch.device, list[Tensor]] = {}
         self._structure: list[Any] = []  # as `refresh` found it the last time
@@ -60,7 +62,8 @@ class ModelFacts:
 
     def refresh(self, model: nn.Module) -> list[Entry]:
         """The entries of the parameters that are trainable now."""
-        structure, self.norms = _structure(model)
+        structure, self.modules = _structure(model)
+        self.norms = list({id(module): module for module in self.modules if isinstance(module, _BatchNorm)}.values())
         if structure != self._structure or self._spans:
             self._structure = []
             _refuse_modules(model)
@@ -103,7 +106,7 @@ class ModelFacts:
                     entry.tied, entry.table = known[entry.name].tied, known[entry.name].table
             seen[key] = entry
         if seen.keys() != self.entries.keys() or any(self.entries[k] is not e for k, e in seen.items()):
-            self.entries, self.handles = seen, {}
+            self.entries, self.handles, self.uses = seen, {}, {}
             self.find(checked=frozenset(), looks={})
         if any(entry.param._backward_hooks for entry in seen.values()):  # which may be new, and change gradients
             self.find(checked=frozenset(), looks={}, passed=False)
@@ -131,26 +134,23 @@ def facts_of(model: nn.Module, micro: int, axis: int) -> ModelFacts:
     return _known.setdefault(model, {}).setdefault((micro, axis), ModelFacts(micro, axis))
 
 
-def _structure(model: nn.Module) -> tuple[list[Any], list[_BatchNorm]]:
+def _structure(model: nn.Module) -> tuple[list[Any], list[nn.Module]]:
     """What `ModelFacts.refresh` depends on: the kinds of all modules, their parameters and what these are.
 
-    And the batch norms, each once.
+    And the modules.
     """
     found: list[Any] = []
-    norms: dict[int, _BatchNorm] = {}
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
-        if module is None:
-            continue
+    modules = [model]
+    for module in modules:  # which grows
         found.append(type(module))
         for p in module._parameters.values():
             if p is not None:
-                found += (id(p), p.requires_grad, p.dtype, p.device, *(p._backward_hooks or ()))
-        left.extend(module._modules.values())
-        if isinstance(module, _BatchNorm):
-            norms[id(module)] = module
-    return found, list(norms.values())
+                found += (id(p), p.requires_grad, p.dtype, p.device)
+                if p._backward_hooks:
+                    found += p._backward_hooks
+        if module._modules:
+            modules += [m for m in module._modules.values() if m is not None]
+    return found, modules
 
 
 def _refuse_modules(model: nn.Module) -> None:

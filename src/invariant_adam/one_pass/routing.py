@@ -49,10 +49,7 @@ def routed(x: Tensor, groups: Groups) -> Routed | None:
 def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
     if node is None or depth > DEPTH:
         return None
-    name = node.name()
-    found: Routed | None = getattr(getattr(node, "use", None), "routed", None)  # of an operation on such rows
-    if found is not None:
-        return found
+    name, found = node.name(), None
     if name == "IndexBackward0":
         indices = node._saved_indices
         sizes = node._saved_self_sym_sizes
@@ -72,7 +69,7 @@ def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
             node.metadata[_NOTHING] = True
         return None
     else:
-        return None
+        return getattr(getattr(node, "use", None), "routed", None)  # of an operation on such rows
     if index.dtype in (torch.bool, torch.uint8):
         index = index.nonzero()[:, 0]
     source = _walk(node.next_functions[0][0], groups, depth + 1)

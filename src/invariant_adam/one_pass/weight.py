@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class Entry:
         self.cumulative = False  # that batch norm averages over all updates, momentum=None
         # Who else is interested in it:
         self.hooks = 0  # on the parameter after a gradient, known to be this package's
+        self.listens = False  # has a hook there itself
         self.taker: Taker | None = None  # wants its pairs as they are made
         self.watcher: Callable[[Entry], None] | None = None  # is told of each gradient, while a context is open
         # The mini-batch under way:
@@ -62,8 +63,8 @@ class Entry:
         self.operations: set[str] = set()  # it went through
         self.begin()
         self.restart()
-        # Neither hook holds the entry. The parameter outlives what was known of it; and Python does not see a cycle
-        # through a hook of the companion, so that no parameter would ever be freed. A graph holds the entry.
+        # No hook holds the entry. The parameter outlives what was known of it; and Python does not see a cycle through
+        # a hook of the companion, so that no parameter would ever be freed. A graph holds the entry.
         me = weakref.ref(self)
 
         def fired(_: Tensor) -> None:
@@ -73,12 +74,19 @@ class Entry:
 
         self.companion.register_post_accumulate_grad_hook(fired)
 
+    def listen(self) -> None:
+        """Have the watcher told of gradients of the parameter, where no square will come with them."""
+        if self.listens:
+            return
+        me = weakref.ref(self)
+
         def arrived(_: Tensor) -> None:
-            entry = me()
-            if entry is not None and entry.watcher is not None:
+            mini, entry = Open.mini_batch, me()
+            if mini is not None and mini.single and entry is not None and entry.watcher is not None:
                 entry.watcher(entry)
 
-        weakref.finalize(self, param.register_post_accumulate_grad_hook(arrived).remove)
+        self.listens = True
+        weakref.finalize(self, self.param.register_post_accumulate_grad_hook(arrived).remove)
 
     def begin(self) -> None:
         """Make ready for a mini-batch."""
@@ -192,12 +200,12 @@ class Weight(NamedTuple):
 class Followed:
     """A tensor whose operations come to `dispatch`."""
 
+    dispatch: ClassVar[Callable[..., Any]]  # the module of this name puts it here, which imports this one
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from .dispatch import dispatch
-
         with torch._C.DisableTorchFunctionSubclass():
-            return dispatch(func, args, kwargs or {})
+            return Followed.dispatch(func, args, kwargs or {})
 
 
 class OnePassParameter(Followed, nn.Parameter):

@@ -15,10 +15,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,9 +97,12 @@ def _processor() -> bytes:
     return b"".join(sorted({line for line in lines if line.startswith(kinds)})) + platform.machine().encode()
 
 
+_dtype = attrgetter("dtype")
+
+
 def serves(tensors: Tensors, *others: Tensors) -> bool:
     """Whether these passes take the lists: all of one dtype, float32 or float64, dense and laid out alike."""
-    dtypes = {x.dtype for xs in (tensors, *others) for x in xs}
+    dtypes = set(map(_dtype, chain(tensors, *others)))
     return len(dtypes) == 1 and dtypes <= _NAMES.keys() and lie_alike(tensors, *others) and library() is not None
 
 
@@ -132,11 +137,11 @@ def _run(
     if slots is not None:
         scalars = slots.tolist()[:7]
     dtype = exp_avgs[0].dtype
-    number = len(exp_avgs)
-    sizes = [m.numel() for m in exp_avgs]
+    sizes = array("q", map(Tensor.numel, exp_avgs))
+    lists = [xs and array("Q", map(Tensor.data_ptr, xs)) for xs in (params, grads, squares, exp_avgs, exp_avg_sqs)]
     threads = max(1, min(torch.get_num_threads(), sum(sizes) // _GRAIN))
     left_out = getattr(library(), _NAMES[dtype])(
-        number, (ctypes.c_int64 * number)(*sizes), *map(_pointers, (params, grads, squares, exp_avgs, exp_avg_sqs)),
+        len(sizes), *[xs and xs.buffer_info()[0] for xs in (sizes, *lists)],
         (ctypes.c_double * 8)(*scalars, limit_of(dtype)), threads,
     )  # fmt: skip
     if left_out:
@@ -144,7 +149,3 @@ def _run(
         count += left_out
     # As every function of torch that writes in place says, so that a graph that still needs the old values is refused.
     increment_version([*exp_avgs, *exp_avg_sqs, *(params or ())] if grads is not None else params or ())
-
-
-def _pointers(tensors: Tensors | None) -> Any:
-    return None if tensors is None else (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])

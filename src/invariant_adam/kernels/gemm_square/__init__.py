@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import twin
+from .. import cast, twin
 from . import torch as plain
 from .torch import gemm_groups, gemm_rows, method, sum_square, wide
 
@@ -28,7 +28,7 @@ def takes_fused(G: Tensor) -> bool:
 
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i); c (κ,) weighs the squares."""
-    X = X.to(G.dtype)
+    X = cast(X, G.dtype)
     if not takes_fused(G):
         return plain.gemm_square(G, X, c)
     return (fused.gemm_square_op if is_compiling() else fused.gemm_square)(G, X, c)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import cast
+
 CHUNK_BYTES = 8 << 20  # of groups' products alive at a time
 CACHE_BYTES = 1 << 18  # of all groups' products, up to which a CPU forms them at once: in its cache, by fewer calls
 PAIR_ROWS = 2  # rows per group up to which a square is made from pairs of rows; above, each product is formed
@@ -24,12 +26,12 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, 
     """dW (o, i) and S (o, i) of G (κ, R, o) and X (κ, R, i), of one dtype; c (κ,) weighs the squares."""
     how, acc = method(G.shape[1]), wide(G.dtype)
     if how == "products":
-        return _products(G, X, c)
+        return _products(G, X, c, acc)
     flat_g, flat_x = G.reshape(-1, G.shape[2]), X.reshape(-1, X.shape[2])
     dW = flat_g.t() @ flat_x
     if how == "pairs":
         return dW, _pairs(G, X, c).to(acc)
-    left, right = flat_g.to(acc).square(), flat_x.to(acc).square()
+    left, right = cast(flat_g, acc).square(), cast(flat_x, acc).square()
     if c is not None:
         left = left * c.to(acc)[:, None]
     return dW, left.t() @ right
@@ -53,12 +55,12 @@ def _pairs(G: Tensor, X: Tensor, c: Tensor | None) -> Tensor:
     return S.clamp_min(0.0)
 
 
-def _products(G: Tensor, X: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
-    (kappa, _, out), inner, acc = G.shape, X.shape[2], wide(G.dtype)
-    here = G.device.type == "cpu" and not torch.compiler.is_compiling()
+def _products(G: Tensor, X: Tensor, c: Tensor | None, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    (kappa, _, out), inner = G.shape, X.shape[2]
+    here = G.is_cpu and not torch.compiler.is_compiling()
     if here and c is None and kappa * out * inner * acc.itemsize <= CACHE_BYTES:
-        g = torch.bmm(G.transpose(1, 2), X).to(acc)
-        return g.sum(0).to(G.dtype), g.square().sum(0)
+        g = cast(torch.bmm(G.transpose(1, 2), X), acc)
+        return cast(g.sum(0), G.dtype), g.square().sum(0)
     dW = torch.zeros(out, inner, dtype=acc, device=G.device)
     S = torch.zeros_like(dW)
     if here:
@@ -101,7 +103,7 @@ def gemm_rows(G: Tensor, X: Tensor, rows: Tensor) -> Tensor:
 
 def sum_square(t: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Σ_k t_k and Σ_k c_k t_k² of per-group gradients t (κ, ...)."""
-    squares = t.to(wide(t.dtype)).square()
+    squares = cast(t, wide(t.dtype)).square()
     if c is not None:
         squares = squares * c.to(squares.dtype).view(-1, *[1] * (t.ndim - 1))
     return t.sum(0), squares.sum(0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...kernels import sums
+from ...kernels import cast, sums
 from ...kernels.gemm_square import sum_square, wide
 from .. import into
 from ..groups import Groups, UnsupportedUse, join
@@ -112,6 +112,9 @@ class Use:
         self.axis, self.routed = axis, routed  # of the batch in the operation's input; or where its rows come from
         self.weights = weights  # in the order in which the Function takes them
         self.settings = settings  # the operation's own
+        self.given: list[Any] = []  # the values and the tags of the weights
+        for w in weights:
+            self.given += (w.value, w.tag)
 
 
 def use_of(
@@ -123,6 +126,10 @@ def use_of(
     None leaves it to the fallback: x itself is made of parameters alone, or is a constant, or a weight comes from the
     batch. A rule that knows the batch dimension of x gives `axis`. Its Function may serve rows in `any_order`.
     """
+    key = () if axis is not None or torch.compiler.is_compiling() else (name, event, *map(id, weights))
+    known = mini.recall(key, x) if key else None
+    if known is not None:
+        return known if known.settings == settings else Use(known.groups, known.axis, None, known.weights, settings)
     if mini.holds(x):
         return None
     held = []  # no comprehensions: this is done for every operation, and each would be a call more
@@ -136,7 +143,10 @@ def use_of(
     found = []
     for i, w in enumerate(weights):  # a Function for rows in any order returns its pairs
         found.append(mini.weight_of(held[i], w, name, i if place.routed is None else None))
-    return Use(mini.groups, place.axis, place.routed, found, settings)
+    use = Use(mini.groups, place.axis, place.routed, found, settings)
+    if key:
+        mini.remember(key, x, use)
+    return use
 
 
 def table_of(weight: Weight) -> Any:
@@ -154,7 +164,7 @@ def autocast(x: Tensor) -> Tensor:
     """x as autocast would hand it to a matrix product: a Function has to ask, and then saves the small copy."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
+        return cast(x, torch.get_autocast_dtype(kind))
     return x
 
 
@@ -170,12 +180,10 @@ class Squaring(Function):
 
 def call(function: type[Squaring], x: Any, use: Use, *others: Any) -> Any:
     """`function.apply(x, use, w, tag, ..., *others)` without what it does for functorch, where that is not at work."""
-    flat: list[Any] = []
-    for w in use.weights:
-        flat += (w.value, w.tag)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(x, use, *flat, *others)
-    return super(Function, function).apply(torch._C._functorch.unwrap_if_dead(x), use, *flat, *others)  # type: ignore[misc]
+        return function.apply(x, use, *use.given, *others)
+    x = torch._C._functorch.unwrap_if_dead(x)
+    return super(Function, function).apply(x, use, *use.given, *others)  # type: ignore[misc]
 
 
 def unfollowed() -> AbstractContextManager[Any]:
@@ -199,7 +207,7 @@ def returned(ctx: Any, dx: Tensor | None, *pairs: Gradients) -> tuple[Any, ...]:
     """What backward returns: the gradient of x, and for each weight those of its value and of its tag."""
     grads: list[Any] = [dx, None]
     for (dW, S), w in zip(pairs, ctx.use.weights, strict=True):
-        grads += (dW if dW is None or dW.dtype == w.handle.dtype else dW.to(w.handle.dtype), S)
+        grads += (dW if dW is None else cast(dW, w.handle.dtype), S)
     return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
 
 
@@ -220,9 +228,11 @@ def deliver(groups: Groups, weight: Weight | None, kernel: Kernel, operands: Ite
         return NOTHING
     if weight.handle.grouped:
         return None, join([kernel.shares(*args) for args in operands])
-    if weight.into and kernel.into is not None and len(groups.stretches) == 1:
+    if len(groups.stretches) == 1:
         (args,) = operands
-        return None, kernel.into(weight.handle.entry.key, *args, groups.c)
+        if weight.into and kernel.into is not None:
+            return None, kernel.into(weight.handle.entry.key, *args, groups.c)
+        return hand_over(weight, *kernel.square(*args, groups.c))
     dW: Any = None
     S: Any = None
     for stretch, args in zip(groups.stretches, operands, strict=True):
@@ -240,12 +250,15 @@ def deliver_at_once(groups: Groups, weight: Weight, kernel: Kernel, *operands: A
 
 def deliver_sums(groups: Groups, weight: Weight | None, shares: list[Tensor]) -> Gradients:
     """`deliver` for shares that are already formed, (groups, *w.shape) per stretch."""
+    if weight is not None and len(shares) == 1:
+        return (None, shares[0]) if weight.handle.grouped else hand_over(weight, *sum_square(shares[0], groups.c))
     return deliver(groups, weight, SUMS, [(t,) for t in shares])
 
 
 def deliver_rows(groups: Groups, weight: Weight, rows: list[Tensor]) -> Gradients:
     """`deliver` for a gradient that is the sum of a group's rows, (groups, rows, *w.shape) per stretch."""
-    if not all(t.ndim == 3 and sums.takes_fused(t) for t in rows):
+    first = rows[0]
+    if not (first.ndim == 3 and sums.takes_fused(first) and all(sums.takes_fused(t) for t in rows[1:])):
         return deliver_sums(groups, weight, [t[:, 0] if t.shape[1] == 1 else t.sum(1) for t in rows])
     made = [sums.row_sums(t, groups.coefficients(s)) for s, t in zip(groups.stretches, rows, strict=True)]
     if weight.handle.grouped:
@@ -297,7 +310,9 @@ def _added(each: Sequence[Tensor]) -> Tensor:
 
 def owned(y: Tensor) -> Tensor:
     """y as no view of anything: autograd forbids writing in place over a view that a Function returns."""
-    return torch.ops.aten._unsafe_view(y, y.shape)
+    if torch.compiler.is_compiling():
+        return torch.ops.aten._unsafe_view(y, y.shape)
+    return y.data
 
 
 class Own(Function):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import cast
 from ...kernels import conv_square as kernels
 from ...kernels.conv_square import Geometry, conv_backward
 from ...kernels.ops import operator
@@ -66,10 +67,10 @@ class Conv(base.Squaring):
     @staticmethod
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
         geo = use.settings
-        weight = w.to(x.dtype)  # autocast knows conv2d, but not the one below: the weights follow x
+        weight = cast(w, x.dtype)  # autocast knows conv2d, but not the one below: the weights follow x
         ctx.save_for_backward(x, w if torch.compiler.is_compiling() else weight.detach())
         ctx.use = use
-        b = None if b is None else b.to(x.dtype)
+        b = None if b is None else cast(b, x.dtype)
         taps = geo.stride, geo.padding, geo.dilation, geo.transposed, geo.output_padding, geo.groups
         return torch.convolution(x, weight, b, *taps)
 
@@ -80,10 +81,8 @@ class Conv(base.Squaring):
         dx, pair, pair_b = None, base.NOTHING, base.NOTHING
         if ctx.needs_input_grad[0]:
             base.refuse_penalty("a convolution", ctx.use)
-            same = x.dtype == g.dtype == w.dtype  # as nearly always: a cast that casts nothing takes its time, too
-            xs, ws = (x, w) if same else (x.to(g.dtype), w.to(g.dtype))
-            dx = conv_backward(g, xs, ws, geo, [True, False, False])[0]
-            dx = dx if same else dx.to(x.dtype)
+            dx = conv_backward(g, cast(x, g.dtype), cast(w, g.dtype), geo, [True, False, False])[0]
+            dx = cast(dx, x.dtype)
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
         Gs = groups.stack(g, 0)
         if weight is not None:

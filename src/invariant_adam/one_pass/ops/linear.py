@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import cast
 from ...kernels import gemm_square as kernels
 from ...kernels.ops import operator
 from ..dispatch import dispatch
@@ -32,7 +33,9 @@ def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
             kernels.fused.gemm_square(G, X.to(G.dtype), c, into=target)
             return
         dW, S = kernels.gemm_square(G, X, c)
-        taker.fold(entry, dW.view(p.shape), S.view(p.shape))
+        if dW.shape != p.shape:
+            dW, S = dW.view(p.shape), S.view(p.shape)
+        taker.fold(entry, dW, S)
 
 
 @operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", ticket_shape, replays=False)
@@ -75,6 +78,9 @@ ROUTED = base.Kernel(routed_square, routed_shares)
 
 def _product(x: Tensor, use: base.Use, w: Tensor, b: Any) -> Tensor:
     if not use.settings:
+        if not torch.compiler.is_compiling() and x.ndim > 2 and not x.is_contiguous():
+            with torch.enable_grad():  # torch chooses this product by whether the transpose of w is differentiable
+                return base.owned(F.linear(x.detach(), w, b))
         return base.owned(F.linear(x, w, b))
     return base.owned(x @ w if b is None else torch.addmm(b, x, w))  # x @ w + b is float32 under autocast
 
@@ -84,8 +90,8 @@ def _gradients(ctx: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Any, ...]:
     dx, pair, pair_b = None, base.NOTHING, base.NOTHING
     if ctx.needs_input_grad[0]:
         with base.unfollowed():
-            wg = w.to(g.dtype)
-            dx = (g @ (wg.t() if flip else wg)).to(x.dtype)
+            wg = cast(w, g.dtype)
+            dx = cast(g @ (wg.t() if flip else wg), x.dtype)
     weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
     if use.routed is not None:
         if weight is not None:

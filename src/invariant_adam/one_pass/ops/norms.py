@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels import sums
+from ...kernels import cast, sums
 from ...kernels.gemm_square import wide
 from ..groups import UnsupportedUse
 from ..mini_batch import MiniBatch
@@ -36,21 +36,24 @@ class LayerNorm(base.Squaring):
         x, w, b, mean, rstd = ctx.saved_tensors
         groups, axis, (shape, _) = ctx.use.groups, ctx.use.axis, ctx.use.settings
         event, dx, given = len(shape), None, x.dtype
-        x = x.to(g.dtype)  # autocast may have computed in another dtype than the input's
+        x = cast(x, g.dtype)  # autocast may have computed in another dtype than the input's
         if ctx.needs_input_grad[0]:
             with base.unfollowed():
                 dx = torch.ops.aten.native_layer_norm_backward(g, x, shape, mean, rstd, w, b, [True, False, False])[0]
-            dx = dx.to(given)
+            dx = cast(dx, given)
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
         if weight is None and bias is None:
             return base.returned(ctx, dx, base.NOTHING, base.NOTHING)
-        Gs, Xs = ([t.flatten(2) for t in groups.split(y, axis, event)] for y in (g, x))
-        if all(sums.takes_fused(t) for t in (*Gs, *Xs)):
-            means, rstds = ([t.flatten(1) for t in groups.split(y, axis, event)] for y in (mean, rstd))
-            rows = zip(groups.stretches, Gs, Xs, means, rstds, strict=True)
-            made = [sums.norm_sums(G, X, mu, r, groups.coefficients(s)) for s, G, X, mu, r in rows]
-            pairs = base.deliver_both(weight, bias, [each for each, _ in made], [pair for _, pair in made], shape)
-            return base.returned(ctx, dx, *pairs)
+        if g.is_cuda:
+            Gs, Xs = groups.split(g, axis, event), groups.split(x, axis, event)
+            if event > 1:
+                Gs, Xs = ([t.flatten(2) for t in each] for each in (Gs, Xs))
+            if all(sums.takes_fused(t) for t in (*Gs, *Xs)):
+                means, rstds = groups.split(mean, axis, 0), groups.split(rstd, axis, 0)
+                rows = zip(groups.stretches, Gs, Xs, means, rstds, strict=True)
+                made = [sums.norm_sums(G, X, mu, r, groups.coefficients(s)) for s, G, X, mu, r in rows]
+                pairs = base.deliver_both(weight, bias, [each for each, _ in made], [pair for _, pair in made], shape)
+                return base.returned(ctx, dx, *pairs)
         pair = pair_b = base.NOTHING
         if weight is not None:
             t = g * ((x - mean) * rstd)

@@ -73,7 +73,7 @@ def _signature(trial: Trial, additive: bool, shapes: bool = True) -> Any:
         return (tuple(t.shape) if shapes else t.ndim) if isinstance(t, Tensor) else plain
 
     leaves = tuple(what(t) for t in tree_leaves(trial.inputs))
-    modes, groups = tuple(m.training for m in trial.model.modules()), trial.mini.groups
+    modes, groups = tuple([m.training for m in trial.mini.facts.modules]), trial.mini.groups
     return leaves, groups.batch, groups.c is None, additive, trial.mini.reduction, modes
 
 
