@@ -78,9 +78,6 @@ ROUTED = base.Kernel(routed_square, routed_shares)
 
 def _product(x: Tensor, use: base.Use, w: Tensor, b: Any) -> Tensor:
     if not use.settings:
-        if not torch.compiler.is_compiling() and x.ndim > 2 and not x.is_contiguous():
-            with torch.enable_grad():  # torch chooses this product by whether the transpose of w is differentiable
-                return base.owned(F.linear(x.detach(), w, b))
         return base.owned(F.linear(x, w, b))
     return base.owned(x @ w if b is None else torch.addmm(b, x, w))  # x @ w + b is float32 under autocast
 
