@@ -186,7 +186,7 @@ CASES = {
         Call(lambda s, x: F.linear(x, s.m[0](s.z).view(4, 5)), nn.Linear(3, 20), z=(3,)), rnd(B, 5)
     ),
     "mlp_of_a_constant": lambda: (
-        Call(lambda s, x: x + F.relu(s.m[0](torch.linspace(-1, 1, 4, dtype=x.dtype)[:, None]), inplace=True),
+        Call(lambda s, x: x + F.relu(s.m[0](torch.linspace(-1, 1, 4, dtype=x.dtype, device=x.device)[:, None]), inplace=True),
              nn.Linear(1, 5)),
         rnd(B, 4, 5),
     ),

@@ -110,7 +110,7 @@ def multi_head_attention(
         weights = scores.softmax(-1)
         if p > 0.0:
             weights = F.dropout(weights, p)
-        out = torch.bmm(weights, v).transpose(0, 1).reshape(length, rows, E)
+        out = torch.bmm(weights, v).transpose(0, 1)
         weights = weights.view(rows, num_heads, length, source)
         weights = weights.mean(1) if average_attn_weights else weights
     else:
@@ -118,7 +118,8 @@ def multi_head_attention(
             mask = mask[None] if mask.shape[0] == 1 else mask.view(rows, num_heads, -1, source)
         q, k, v = (t.view(rows, num_heads, -1, width) for t in (q, k, v))
         out, weights = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal), None
-        out = out.permute(2, 0, 1, 3).reshape(length, rows, E)
+        out = out.permute(2, 0, 1, 3)
+    out = out.contiguous().view(length, rows, E)  # torch's next product has its rows side by side, whatever made them
     return linear_with(mini, "multi_head_attention", out, out_proj_weight, out_proj_bias, axis=1), weights
 
 

@@ -69,6 +69,7 @@ class Probe:
         self.uses: Counter[str] = Counter()  # by parameter: those that deliver squares
         self.served: dict[str, list[str]] = defaultdict(list)  # by parameter: the operations that use it, in order
         self.written: set[str] = set()  # buffers that the run has changed
+        self.drew = False  # random numbers
 
     def saw(self, names: str, name: str, x: Tensor, axis: int | None = None, routed: Routed | None = None) -> None:
         """Record a use; rows in any order by their places in the batch: a sort by expert need not be stable."""
@@ -131,7 +132,9 @@ class Trial(NamedTuple):
         args, kwargs = self.inputs
         try:
             with torch.random.fork_rng(devices=self.devices), kept:
+                before = self._random()
                 outputs = _leaves(self.model(*args, **kwargs))
+                probe.drew = any(not torch.equal(a, b) for a, b in zip(before, self._random(), strict=True))
                 return probe, outputs if then is None else then(outputs)
         finally:
             if not facts.findings.renormed and any(len(uses) > 1 for uses in mini.normed.values()):
@@ -148,6 +151,18 @@ class Trial(NamedTuple):
     def outputs(self) -> list[Any]:
         """The outputs of a run, without the graph behind them."""
         return list(self.run(freed)[1])
+
+    def draws(self) -> bool:
+        """Whether its outputs depend on random numbers, however little: a loss hardly changes with a dropout's."""
+        probe, first = self.run(freed)
+        with self.redrawn():
+            second = self.outputs()
+        pairs = [(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, Tensor)]
+        return not all(close(a, b) and (not probe.drew or bool(same(a, b).all())) for a, b in pairs)
+
+    def _random(self) -> list[Tensor]:
+        """The states of torch's generators."""
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.devices)]
 
     def cut(self, k: int, count: int = 1) -> Trial:
         """The trial of micro-batch k of the inputs, or of `count` from there on."""
