@@ -334,6 +334,8 @@ def measure(
             ready = _prepare(jobs_of_case, tell, patient=turn is not None)
             if turn is not None and ceilings is None:
                 tell("waiting for the others")
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()  # which they need while this command waits
                 turn.wait()
                 rows.read()
             if ceilings is None:
@@ -377,7 +379,7 @@ def _prepare(todo: list[Job], tell: Tell, patient: bool) -> dict[tuple[int | Non
         key = (None if method == "plain" else case.micro_batch, method)
         if key not in ready:
             tell(f"{case}: {method} made ready")
-            for again in (patient, patient, False):
+            for again in (*[patient] * 5, False):
                 try:
                     ready[key] = _Ready(case, method)
                 except Exception as error:
