@@ -126,13 +126,13 @@ def grown_table(found, metric, warmup=False):
                 spreads = measures.compare(sides, metric)
                 if any(math.isnan(spread.value) for spread in spreads) or len(spreads[0].batch_sizes) < 2:
                     continue
-                ends = [measures.final(side, metric) for side in sides]
+                sizes = spreads[0].batch_sizes
+                ends = [measures.final([run for run in side if run.batch_size in sizes], metric) for side in sides]
                 cells = [f"{say(s.value)} ({say(end, '.3g')})" for s, end in zip(spreads, ends, strict=True)]
                 ratios = [times(measures.ratio(s.value, spreads[0].value)) for s in spreads[1:]]
-                ratios += [at_loss(found, model, s, lr0, metric) for s in (plain, grown)]
+                ratios += [at_loss(found, model, s, lr0, metric, sizes) for s in (plain, grown)]
                 least = say(measures.floor(found, model, grown, lr0, metric))
-                sizes = ", ".join(map(str, spreads[0].batch_sizes))
-                rows.append((MODELS.get(model, model), rate(lr0), sizes, *cells, least, *ratios))
+                rows.append((MODELS.get(model, model), rate(lr0), ", ".join(map(str, sizes)), *cells, least, *ratios))
     head = ("model", "η₀", "batch sizes", "standard", "invariant", "invariant, grown in", "order floor")
     if rows:
         yield ""
