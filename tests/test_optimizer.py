@@ -624,9 +624,9 @@ def test_pairs_accumulate_where_nobody_folds_them():
 def test_a_mini_batch_gradient_is_not_taken_for_a_micro_batch():
     w = nn.Parameter(torch.ones(1))
     opt = InvariantAdam([w])
-    pair.arm(w)
+    w.grad_armed = True
     (2 * w).sum().backward()
-    pair.disarm(w)
+    del w.grad_armed
     assert opt.kappa == 0
     assert w.grad.item() == 2
     with pytest.raises(RuntimeError, match="never folded"):

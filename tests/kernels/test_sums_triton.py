@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import invariant_adam as ia
+from invariant_adam.kernels import chip
 from invariant_adam.kernels import sums as plain
 
+launch = pytest.importorskip("invariant_adam.kernels.launch")
 twin = pytest.importorskip("invariant_adam.kernels.sums.triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,6 +41,38 @@ def test_sums(monkeypatch, kappa, rows, width, weighted, dtype):
     want = [*plain.norm_sums(*wide), *plain.row_sums(wide[0], wide[-1])]
     for a, b in zip(got, want, strict=True):
         close(a, b, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["one kernel", "two kernels"])
+def test_the_last_block_adds_the_chunks_or_a_second_kernel_does(monkeypatch, fused):
+    here = chip.of(torch.device(DEVICE))._replace(publishes=fused)
+    monkeypatch.setattr(chip, "of", lambda device: here)
+    monkeypatch.setattr(twin, "_known", {})
+    G, X = torch.randn(3, 600, 70).to(DEVICE), torch.randn(3, 600, 70).to(DEVICE)
+    mean, rstd = torch.randn(3, 600).to(DEVICE), torch.rand(3, 600).to(DEVICE)
+    each, pairs = twin.norm_sums(G, X, mean, rstd)
+    wide = [t.double() for t in (G, X, mean, rstd)]
+    for got, want in zip((each, pairs), plain.norm_sums(*wide), strict=True):
+        close(got, want, 1e-5)
+    none, pair = twin.row_sums(G, shares=False)
+    assert none is None
+    close(pair, plain.row_sums(wide[0])[1], 1e-5)
+
+
+def test_counters_are_kept_for_a_stream_and_left_as_they_were_found(monkeypatch):
+    monkeypatch.setattr(launch, "_counters", {})
+    G = torch.randn(3, 300, 70).to(DEVICE)
+    own = launch.counters(G, 5)
+    assert own.numel() == 5
+    launch.keep_counters(G.device)
+    kept = launch.counters(G, 5)
+    assert launch.counters(G, 2) is kept
+    first = twin.row_sums(G)[1].clone()
+    assert not kept.any()
+    assert torch.equal(twin.row_sums(G)[1], first)
+    assert launch.counters(G, kept.numel() + 1).numel() > kept.numel()
+    monkeypatch.setattr(launch, "_capturing", lambda: True)  # graphs may be replayed side by side
+    assert launch.counters(G, 5) is not kept
 
 
 class Shared(nn.Module):

@@ -6,8 +6,8 @@ One backward over a mini-batch of κ micro-batches leaves on every parameter
     p.grad_sq     mean_k g_k²     float32 at least, of the parameter's shape
     p.grad_kappa  κ               micro-batches in the mean; a ragged one counts n/M
 
-The engine calls `arm` when it opens, `put` for each parameter once its square exists, and `disarm` when it
-closes. The optimizer calls `take`. An optimizer that folds during backward calls `subscribe` instead: it is then
+The engine swaps the class of each parameter while it is open (`is_armed`), and calls `put` for it once its square
+exists. The optimizer calls `take`. An optimizer that folds during backward calls `subscribe` instead: it is then
 handed pairs as they are made, never left on the parameter, as many at a time as it has room for.
 """
 
@@ -47,19 +47,11 @@ class Pair(NamedTuple):
 Taker = Callable[[list[Tensor], list[Pair]], None]
 
 
-def arm(p: Tensor) -> None:
-    """Say that the next gradient of `p` is that of a whole mini-batch, not a micro-batch's."""
-    p.grad_armed = True  # type: ignore[attr-defined]
-
-
-def disarm(p: Tensor) -> None:
-    """Take `arm` back."""
-    if is_armed(p):
-        del p.grad_armed  # type: ignore[attr-defined]
-
-
 def is_armed(p: Tensor) -> bool:
-    """Whether `p` is inside an open one-pass context."""
+    """Whether `p` is inside an open one-pass context, where its class has `grad_armed`.
+
+    Its next gradient is then that of a whole mini-batch, not a micro-batch's.
+    """
     return hasattr(p, "grad_armed")
 
 

@@ -7,6 +7,7 @@ such a package the name `torch` is its own module, so an `__init__.py` imports w
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -25,3 +26,14 @@ def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> Any
         with suppress(ImportError):
             return import_module(f"{package}.{module}")
     return None
+
+
+@cache
+def _launch() -> Any:
+    return twin(__name__, "launch")
+
+
+def make_ready(device: torch.device) -> None:
+    """Have at hand what kernels on the current stream of a device share; before they are launched, and cheap."""
+    if device.type == "cuda" and _launch() is not None:
+        _launch().keep_counters(device)

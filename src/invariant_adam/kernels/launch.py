@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction
 
 if os.environ.get("INVARIANT_ADAM_TRITON") == "0":  # all modules of kernels import this one
     raise ImportError("INVARIANT_ADAM_TRITON=0 leaves Triton's kernels out: plain torch takes their place")
@@ -17,6 +18,13 @@ if os.environ.get("INVARIANT_ADAM_TRITON") == "0":  # all modules of kernels imp
 # The versions of Triton whose compiled kernels `Launch` starts; others start them themselves. So does Triton on AMD's
 # chips, where it compiles by the size of a tensor's memory too, which `kind` does not look at.
 DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10) and not torch.version.hip
+
+# What Triton's driver asks of torch, without its ways there; a build of torch without CUDA starts nothing.
+_BUILT = torch.backends.cuda.is_built()
+current_device: Callable[[], int] = torch._C._cuda_getDevice if _BUILT else lambda: -1
+current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _BUILT else lambda device: 0
+_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing if _BUILT else lambda: False
+_runtime = triton.knobs.runtime
 
 
 class Launch:
@@ -45,8 +53,10 @@ class Launch:
 
     def __call__(self, *args: Any) -> None:
         """Start the kernel on the current stream of the first argument's device; that is a tensor, or its tiles."""
+        first = args[0]
+        device = (first if isinstance(first, Tensor) else first.base).get_device()
         # The third is true for a part of a model on another GPU that is stepped from here.
-        if not self.direct or _watched() or _home(args) != (device := driver.active.get_current_device()):
+        if not self.direct or _watched() or device != current_device():
             self._by_triton(args)
             return
         key, values = kind(args)
@@ -58,10 +68,10 @@ class Launch:
             self.compiled[known] = compiled.run, own, compiled
             return
         every = self.values.copy()
-        for place, value in zip(self.places, values, strict=True):
+        for place, value in zip(self.places, values):  # noqa: B905 - as many, or Triton would have refused the first
             every[place] = value
         run, own, _ = found
-        run(*self.blocks, driver.active.get_current_stream(device), *own, *every)
+        run(*self.blocks, current_stream(device), *own, *every)
 
     def _by_triton(self, args: tuple[Any, ...]) -> Any:
         where = _home(args)
@@ -75,17 +85,18 @@ def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     key: list[Any] = []
     values: list[Any] = []
     for a in args:
-        value = a
-        if a is None or type(a) is float:
-            key.append(type(a))
-        elif isinstance(a, Tensor):
+        if isinstance(a, Tensor):
             value = a.data_ptr()
             key.append((a.dtype,) if value & 15 else a.dtype)
+            values.append(value)
+            continue
+        if a is None or type(a) is float:
+            key.append(type(a))
         elif hasattr(a, "block_shape"):
             key.append((a.base.dtype, *a.block_shape))
         else:
             key.append((type(a), a))
-        values.append(value)
+        values.append(a)
     return key, values
 
 
@@ -97,8 +108,34 @@ def _home(args: tuple[Any, ...]) -> int:
 
 def _watched() -> bool:
     """Whether Triton calls someone at launches, perhaps a profiler."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
+
+
+_COUNTERS = 4096
+_counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
+
+
+def keep_counters(device: torch.device) -> None:
+    """Have `counters` of the current stream at hand from now on.
+
+    Not to be called where memory belongs to a graph of torch.compile: what is kept outlives it.
+    """
+    where = device.index if device.type == "cuda" else -1
+    key = where, current_stream(where)
+    if key not in _counters and not _capturing():
+        _counters[key] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
+def counters(like: Tensor, number: int) -> Tensor:
+    """So many zeros or more, on the device of `like`, for a kernel that leaves zeros behind.
+
+    Kernels of one stream take turns with them. A captured kernel has its own: graphs may be replayed side by side.
+    """
+    device = like.get_device()
+    found = _counters.get((device, current_stream(device)))
+    if found is None or number > _COUNTERS or _capturing():
+        return torch.zeros(number, dtype=torch.int32, device=like.device)
+    return found
 
 
 class Tiles:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..fold import guards, hooks, pair
+from ..kernels import make_ready
 from ..unwrap import unwrap
 from .exchange import Open
 from .groups import UnsupportedUse, divided
@@ -148,14 +149,16 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             entry.operations.clear()
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
-            pair.arm(p)
             entry.watcher = None if entry.taker is None else self._arrived
         self.undo.append(self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
         self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
         self.undo.append(Tuples())
         self._patch()
+        devices = {entry.companion.device for entry in entries}
+        for device in devices:
+            make_ready(device)
         if self.into is not None:
-            for device in {entry.companion.device for entry in entries} - tickets.keys():
+            for device in devices - tickets.keys():
                 tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
             mini.sink = Sink(self.into, mini, entries, self.wait)
         self.forwards = 0
@@ -184,7 +187,6 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.param.__class__ = nn.Parameter
                 entry.watcher = None
                 del entry.param.one_pass_entry  # type: ignore[attr-defined]
-                pair.disarm(entry.param)
             if kind is None:
                 self._harvest()
         finally:

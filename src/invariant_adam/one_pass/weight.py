@@ -212,6 +212,7 @@ class OnePassParameter(Followed, nn.Parameter):
     """A parameter inside an open context: its class is swapped for this one and swapped back."""
 
     one_pass_entry: Entry
+    grad_armed = True  # its gradient is a mini-batch's: see `fold.pair`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():  # a copy is outside of the context

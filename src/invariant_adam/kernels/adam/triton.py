@@ -119,10 +119,16 @@ def put_tile(
         tl.store(S + at, squares, mask=inside)
 
 
+# The arguments of `put_tile` from `slots` to `limit`, where it only stores.
+NOTHING_TO_FOLD = {
+    "slots": None, "count": None, "keep1": 0.0, "keep2": 0.0, "gain1": 0.0, "gain2": 0.0, "limit": LIMIT,
+}  # fmt: skip
+
+
 def put_arguments(into: Fold | None) -> tuple[Any, ...]:
-    """The arguments of `put_tile` from `slots` to `limit`."""
+    """The same, in order, for what is folded."""
     if into is None:
-        return None, None, 0.0, 0.0, 0.0, 0.0, LIMIT
+        return tuple(NOTHING_TO_FOLD.values())
     return into.slots, into.count, *into.keep, *into.gain, LIMIT
 
 

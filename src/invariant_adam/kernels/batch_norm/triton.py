@@ -274,9 +274,9 @@ class RowLaunches:
         self.finish_and_normalise = Launch(_finish_and_normalise, grid, **both)
         self.finish_and_input_gradient = Launch(_finish_and_input_gradient, grid, **both)
 
-    def launch(self, kernel: Any) -> Launch:
+    def launch(self, kernel: Any, **more: Any) -> Launch:
         """A kernel over chunks of rows."""
-        return Launch(kernel, (self.blocks,), **self.tile)
+        return Launch(kernel, (self.blocks,), **self.tile, **more)
 
     def empty(self, *shape: int) -> Tensor:
         """Room for float32 numbers (*shape, C)."""

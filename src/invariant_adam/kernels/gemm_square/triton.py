@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .. import chip, tuning
 from ..adam import Fold
-from ..adam.triton import put_arguments, put_tile
-from ..launch import Launch, Tiles, cdiv
+from ..adam.triton import NOTHING_TO_FOLD, put_arguments, put_tile
+from ..launch import Launch, Tiles, cdiv, counters
 from ..ops import FLOATS, operator, pair_of
 
 
@@ -114,6 +114,7 @@ def _gather(total, squares, partial, arrived, cut, piece, groups, KAPPA, size, B
     seen = tl.atomic_add(arrived + cut, groups, sem="acq_rel") + groups
     complete = seen == KAPPA
     if complete:
+        tl.store(arrived + cut, 0)  # for the next kernel
         total, squares = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
         for _ in range(pieces):
             total += tl.load(there, cache_modifier=".cg")
@@ -136,19 +137,23 @@ def gemm_square(
     """
     G, X = G.contiguous(), X.contiguous()
     c = None if c is None else c.to(torch.float32)
-    aligned = G.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
-    how = (aligned, c is not None, into is not None, torch.backends.cuda.matmul.allow_tf32)
-    key = (G.shape, X.shape, G.dtype, G.device, config, how)
+    dtype, aligned = G.dtype, not (G.data_ptr() | X.data_ptr()) & 15
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    how = (aligned, c is not None, into is not None, tf32)
+    key = (G.shape, X.shape, dtype, G.get_device(), config, how)
     p = _known.get(key)
     if p is None:
         p = _known[key] = GemmLaunch(G, X, config or _best(G, X, c), *how)
     partial = arrived = None
     if p.cut is not None:
         partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=G.device)
-        arrived = torch.zeros(p.cut.rest, dtype=torch.int32, device=G.device)
+        arrived = counters(G, p.cut.rest)
     D, S = pair_of(G, (G.shape[2], X.shape[2])) if into is None else (into.exp_avg, into.exp_avg_sq)
     g, x = (G, X) if p.loads is None else (p.loads[0].of(G), p.loads[1].of(X))
-    p.start(g, x, c, D, S, partial, arrived, *put_arguments(into))
+    if into is None:
+        p.start(g, x, c, D, S, partial, arrived)
+    else:
+        p.start(g, x, c, D, S, partial, arrived, *put_arguments(into))
     return D, S
 
 
@@ -171,6 +176,7 @@ class GemmLaunch:
             M=m, N=n, R=rows, KAPPA=kappa, BM=bm, BN=bn, BK=bk, BAND=config.band, HAS_C=weighted, DESCRIPTORS=loads,
             PRECISION=chip.precision(G.device, tf32), CUT=self.cut is not None, INTO=into,
             num_warps=config.warps, num_stages=chip.stages(G.device, (bm + bn) * bk * size, config.stages),
+            **({} if into else NOTHING_TO_FOLD),
         )  # fmt: skip
 
 

@@ -24,11 +24,16 @@ def takes_fused(G: Tensor) -> bool:
     return fused is not None and G.is_cuda and not is_compiling() and fused.serves(G)
 
 
-def row_sums(G: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The sums of each group (κ, C), and the pair (2, C): their sum and the sum of their squares."""
-    return (fused if takes_fused(G) else plain).row_sums(G, c)
+def row_sums(G: Tensor, c: Tensor | None = None, shares: bool = True) -> tuple[Tensor | None, Tensor]:
+    """The sums of each group (κ, C), if asked for, and the pair (2, C): their sum and the sum of their squares."""
+    return (fused if takes_fused(G) else plain).row_sums(G, c, shares)
 
 
-def norm_sums(G: Tensor, X: Tensor, mean: Tensor, rstd: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The sums e and a of each group (κ, 2, C), and the pairs (4, C) of weight and bias; mean and rstd are (κ, R)."""
-    return (fused if takes_fused(G) and fused.serves(X) else plain).norm_sums(G, X, mean, rstd, c)
+def norm_sums(
+    G: Tensor, X: Tensor, mean: Tensor, rstd: Tensor, c: Tensor | None = None, shares: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """The sums e and a of each group (κ, 2, C), if asked for, and the pairs (4, C) of weight and bias.
+
+    mean and rstd are (κ, R).
+    """
+    return (fused if takes_fused(G) and fused.serves(X) else plain).norm_sums(G, X, mean, rstd, c, shares)

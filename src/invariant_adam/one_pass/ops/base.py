@@ -168,6 +168,16 @@ def autocast(x: Tensor) -> Tensor:
     return x
 
 
+def reduced(w: Any, x: Tensor) -> Any:
+    """A weight as autocast hands it to a product with x, for its forward and its backward; None where it does not.
+
+    Torch keeps such a copy for its own backward too. A trace leaves it to the compiler.
+    """
+    if w is None or w.dtype == x.dtype or torch.compiler.is_compiling() or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return w.detach().to(x.dtype) if w.is_floating_point() and w.dtype != torch.float64 else None
+
+
 # What a Function does.
 
 
@@ -207,8 +217,9 @@ def returned(ctx: Any, dx: Tensor | None, *pairs: Gradients) -> tuple[Any, ...]:
     """What backward returns: the gradient of x, and for each weight those of its value and of its tag."""
     grads: list[Any] = [dx, None]
     for (dW, S), w in zip(pairs, ctx.use.weights, strict=True):
-        grads += (dW if dW is None else cast(dW, w.handle.dtype), S)
-    return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
+        grads += (dW if dW is None or dW.dtype == w.handle.dtype else dW.to(w.handle.dtype), S)
+    grads += [None] * (len(ctx.needs_input_grad) - len(grads))
+    return tuple(grads)
 
 
 class Kernel(NamedTuple):
@@ -257,12 +268,15 @@ def deliver_sums(groups: Groups, weight: Weight | None, shares: list[Tensor]) ->
 
 def deliver_rows(groups: Groups, weight: Weight, rows: list[Tensor]) -> Gradients:
     """`deliver` for a gradient that is the sum of a group's rows, (groups, rows, *w.shape) per stretch."""
-    first = rows[0]
-    if not (first.ndim == 3 and sums.takes_fused(first) and all(sums.takes_fused(t) for t in rows[1:])):
+    if len(rows) == 1 and rows[0].ndim == 3 and sums.takes_fused(rows[0]):  # as nearly always on a GPU
+        grouped = weight.handle.grouped
+        each, pair = sums.fused.row_sums(rows[0], groups.c, grouped)
+        return (None, each) if grouped else hand_over(weight, *pair.unbind(0))
+    if rows[0].ndim != 3 or not all(sums.takes_fused(t) for t in rows):
         return deliver_sums(groups, weight, [t[:, 0] if t.shape[1] == 1 else t.sum(1) for t in rows])
     made = [sums.row_sums(t, groups.coefficients(s)) for s, t in zip(groups.stretches, rows, strict=True)]
     if weight.handle.grouped:
-        return None, join([each for each, _ in made])
+        return None, join([each for each, _ in made])  # type: ignore[misc]
     return hand_over(weight, *_added([pair for _, pair in made]).unbind(0))
 
 
@@ -275,9 +289,12 @@ def deliver_places(groups: Groups, weight: Weight, images: list[Tensor]) -> Grad
 
 
 def deliver_both(
-    w: Weight | None, b: Weight | None, each: Sequence[Tensor], pairs: Sequence[Tensor], shape: tuple[int, ...] = (-1,),
+    w: Weight | None, b: Weight | None, each: Sequence[Any], pairs: Sequence[Tensor], shape: tuple[int, ...] = (-1,),
 ) -> list[Gradients]:  # fmt: skip
-    """`deliver` for a norm's weight and bias, from the shares (groups, 2, C) and pairs (4, C) of each stretch."""
+    """`deliver` for a norm's weight and bias, from the pairs (4, C) of each stretch.
+
+    `each` has its shares (groups, 2, C), where one of the two is grouped.
+    """
     rows = _added(pairs).unbind(0)
     made: list[Gradients] = []
     for i, weight in enumerate((w, b)):

@@ -76,19 +76,29 @@ def routed_shares(kappa: int, ids: Tensor, left: Tensor, right: Tensor) -> Tenso
 ROUTED = base.Kernel(routed_square, routed_shares)
 
 
-def _product(x: Tensor, use: base.Use, w: Tensor, b: Any) -> Tensor:
+def _product(ctx: Any, x: Tensor, use: base.Use, w: Tensor, b: Any, *others: Tensor) -> Tensor:
+    """The model's own product; and what its backward needs, `others` last."""
+    small = base.reduced(w, x)
+    ctx.save_for_backward(x, w, small, *others)
+    ctx.use = use
+    if small is not None:
+        w, b = small, b if b is None else b.to(x.dtype)
     if not use.settings:
         return base.owned(F.linear(x, w, b))
     return base.owned(x @ w if b is None else torch.addmm(b, x, w))  # x @ w + b is float32 under autocast
 
 
-def _gradients(ctx: Any, x: Tensor, w: Tensor, g: Tensor) -> tuple[Any, ...]:
-    use, groups, flip = ctx.use, ctx.use.groups, ctx.use.settings
+def _gradients(ctx: Any, x: Tensor, w: Tensor, small: Tensor | None, g: Tensor) -> tuple[Any, ...]:
+    use, groups, flip, needs = ctx.use, ctx.use.groups, ctx.use.settings, ctx.needs_input_grad
     dx, pair, pair_b = None, base.NOTHING, base.NOTHING
-    if ctx.needs_input_grad[0]:
-        with base.unfollowed():
-            wg = cast(w, g.dtype)
-            dx = cast(g @ (wg.t() if flip else wg), x.dtype)
+    if needs[0]:
+        if small is not None and small.dtype == g.dtype and not torch.is_grad_enabled():
+            dx = g @ (small.t() if flip else small)
+        else:
+            with base.unfollowed():
+                wg = cast(w, g.dtype)
+                dx = g @ (wg.t() if flip else wg)
+        dx = cast(dx, x.dtype)
     weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
     if use.routed is not None:
         if weight is not None:
@@ -112,14 +122,12 @@ class Linear(base.Squaring):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.use = use
-        return _product(x, use, w, b)
+        return _product(ctx, x, use, w, b)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        return _gradients(ctx, x, w, g)
+        x, w, small = ctx.saved_tensors
+        return _gradients(ctx, x, w, small, g)
 
 
 class Head(base.Squaring):
@@ -127,15 +135,13 @@ class Head(base.Squaring):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any, *links: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, *links[1::2])
-        ctx.use = use
-        return _product(x, use, w, b)
+        return _product(ctx, x, use, w, b, *links[1::2])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        x, w, *tokens = ctx.saved_tensors
+        x, w, small, *tokens = ctx.saved_tensors
         found = [v for t in tokens for v in (_rows(ctx.use, g, x, t), None)]
-        return (*_gradients(ctx, x, w, g)[: -len(found)], *found)
+        return (*_gradients(ctx, x, w, small, g)[: -len(found)], *found)
 
 
 def _rows(use: base.Use, g: Tensor, x: Tensor, tokens: Tensor) -> Tensor:

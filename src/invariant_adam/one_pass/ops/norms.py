@@ -44,14 +44,15 @@ class LayerNorm(base.Squaring):
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
         if weight is None and bias is None:
             return base.returned(ctx, dx, base.NOTHING, base.NOTHING)
-        if g.is_cuda:
+        if sums.fused is not None:
             Gs, Xs = groups.split(g, axis, event), groups.split(x, axis, event)
             if event > 1:
                 Gs, Xs = ([t.flatten(2) for t in each] for each in (Gs, Xs))
             if all(sums.takes_fused(t) for t in (*Gs, *Xs)):
                 means, rstds = groups.split(mean, axis, 0), groups.split(rstd, axis, 0)
                 rows = zip(groups.stretches, Gs, Xs, means, rstds, strict=True)
-                made = [sums.norm_sums(G, X, mu, r, groups.coefficients(s)) for s, G, X, mu, r in rows]
+                shares = any(v is not None and v.handle.grouped for v in (weight, bias))
+                made = [sums.norm_sums(G, X, mu, r, groups.coefficients(s), shares) for s, G, X, mu, r in rows]
                 pairs = base.deliver_both(weight, bias, [each for each, _ in made], [pair for _, pair in made], shape)
                 return base.returned(ctx, dx, *pairs)
         pair = pair_b = base.NOTHING
