@@ -21,7 +21,7 @@ DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]
 
 # What Triton's driver asks of torch, without its ways there; a build of torch without CUDA starts nothing.
 _BUILT = torch.backends.cuda.is_built()
-current_device: Callable[[], int] = torch._C._cuda_getDevice if _BUILT else lambda: -1
+current_device: Callable[[], int] = torch._C._cuda_getDevice if _BUILT else lambda: -2  # not the CPU either
 current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _BUILT else lambda device: 0
 _capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing if _BUILT else lambda: False
 _runtime = triton.knobs.runtime

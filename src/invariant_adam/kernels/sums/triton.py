@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import chip
 from ..batch_norm.triton import leave_sums, row_launches, spot
-from ..launch import Launch, counters, next_power_of_2
+from ..launch import Launch, cdiv, counters, next_power_of_2
 from ..ops import FLOATS
 
 
@@ -100,17 +100,15 @@ class SumLaunch:
     """The kernels as they start for rows (κ, R, C)."""
 
     def __init__(self, shape: torch.Size, device: torch.device) -> None:
-        kappa, rows, channels = shape
+        kappa, _, channels = shape
         p = row_launches(channels, shape.numel(), kappa, device)
         self.columns = p.blocks // (p.chunks * kappa)
         self.room = (kappa, p.chunks, 2, channels)
         chunks = next_power_of_2(p.chunks)
         last = {"KAPPA": kappa, "CHUNKS": p.chunks, "CH": chunks}
-        fused = chip.of(device).publishes
-        self.sum_rows = p.launch(_sum_rows, **last, KB=max(1, 4096 // (chunks * p.tile["BC"])), LAST=fused)
-        self.finish = None if fused else Launch(
-            _finish, (-(-channels // 16),), C=channels, **last, KB=8, BC=16, num_warps=4
-        )  # fmt: skip
+        self.fused = chip.of(device).publishes
+        self.sum_rows = p.launch(_sum_rows, **last, KB=max(1, 4096 // (chunks * p.tile["BC"])), LAST=self.fused)
+        self.finish = Launch(_finish, (cdiv(channels, 16),), C=channels, **last, KB=8, BC=16, num_warps=4)
 
 
 # Shape and device -> the launches, which a layer needs in every update.
@@ -138,7 +136,7 @@ def norm_sums(
         mean, rstd = mean.contiguous(), rstd.contiguous()  # type: ignore[union-attr]
     c = None if c is None else c.to(torch.float32)
     p.sum_rows(G, X, mean, rstd, partial, counters(G, p.columns), c, each, pairs)
-    if p.finish is not None:
+    if not p.fused:
         p.finish(partial, X, c, each, pairs)
     return each, pairs
 
