@@ -413,7 +413,7 @@ def side(found, model, algorithm, lr0, sizes=None, warmup=0):
     (series,) = (
         s
         for s in found.series(model)
-        if (*s[:2], s.warmup_samples) == (algorithm, rule, warmup) and s.micro_batch_size in (0, micro)
+        if (*s[:2], s.warmup_samples, s.grow) == (algorithm, rule, warmup, 0) and s.micro_batch_size in (0, micro)
     )
     return [run for run in found.group(model, series, lr0) if sizes is None or run.batch_size in sizes]
 
@@ -551,7 +551,8 @@ def test_the_claims_of_the_results_page_about_ramps_hold(lab_results):
 def test_the_claims_of_the_results_page_about_the_best_learning_rates_hold(lab_results):
     def behind(model, size, micro, metric):
         rows = {r.series.micro_batch_size: r.value for r in best(lab_results, model, metric) if
-                r.batch_size == size and r.series.algorithm in ("invariant", "standard")}  # fmt: skip
+                r.batch_size == size and r.series.algorithm in ("invariant", "standard") and not r.series.grow
+                }  # fmt: skip
         return rows[0] - rows[micro]
 
     points = functools.partial(behind, metric="test_accuracy")
