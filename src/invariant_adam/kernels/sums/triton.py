@@ -15,20 +15,20 @@ from ..ops import FLOATS
 
 
 @triton.jit
-def _sum_rows(G, X, mean, rstd, partial, C, R, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
+def _sum_rows(G, X, mean, rstd, partial, C, R, TILES, CHUNK, BR: tl.constexpr, BC: tl.constexpr):
     """Σ g x̂, where there is an X, and Σ g of a chunk; mean and rstd are per row."""
-    k, c, first, end, piece = spot(tl.program_id(0), C, R, CHUNK, BC)
+    k, c, first, end, piece = spot(tl.program_id(0), C, TILES, CHUNK, BC)
     total, products = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
-    for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
+    for i in tl.range(first, end):
+        rows = i * BR + tl.arange(0, BR)
+        inside = (rows < R)[:, None] & (c < C)[None, :]
         row = k.to(tl.int64) * R + rows
         at = row[:, None] * C + c[None, :]
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         total += g
         if X is not None:
-            mu = tl.load(mean + row, mask=rows < end, other=0.0).to(tl.float32)
-            scale = tl.load(rstd + row, mask=rows < end, other=0.0).to(tl.float32)
+            mu = tl.load(mean + row, mask=rows < R, other=0.0).to(tl.float32)
+            scale = tl.load(rstd + row, mask=rows < R, other=0.0).to(tl.float32)
             x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
             products += g * ((x - mu[:, None]) * scale[:, None])
     leave_sums(partial, piece, c, C, products, total)
@@ -55,7 +55,7 @@ def norm_sums(
 @lru_cache(maxsize=1024)
 def _launches(channels: int, numel: int, kappa: int, device: torch.device) -> tuple[RowLaunches, Launch]:
     p = row_launches(channels, numel, kappa, device)
-    return p, p.launch(_sum_rows)
+    return p, Launch(_sum_rows, (p.blocks,), **p.tile, R=p.rows)
 
 
 def row_sums(G: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
