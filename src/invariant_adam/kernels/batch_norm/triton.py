@@ -241,7 +241,7 @@ def _finish_gradients(
         dw += tl.sum(e, 0)
         db += tl.sum(a, 0)
         if coefficients is not None:
-            scale = tl.load(coefficients + k, mask=k < KAPPA, other=0.0)[:, None]
+            scale = tl.load(coefficients + k, mask=k < KAPPA, other=0.0).to(tl.float32)[:, None]
             sw += tl.sum(scale * e * e, 0)
             sb += tl.sum(scale * a * a, 0)
         else:
@@ -296,6 +296,7 @@ class RowLaunches:
 
     def __init__(self, channels: int, images: int, places: int, kappa: int, device: torch.device) -> None:
         self.rows, self.channels, self.device = images * places, channels, device  # rows per group
+        self.unbias = self.rows / max(self.rows - 1, 1)
         wanted = 8 * chip.of(device).multiprocessors
         split, few = 1, cdiv(wanted, kappa * CHUNKS)  # columns of blocks that a small group needs
         if places == 1:
@@ -345,10 +346,11 @@ def _launches(x: Tensor, kappa: int) -> RowLaunches:
 
 def serves(x: Tensor, kappa: int) -> bool:
     """Whether the kernels take this input: contiguous or channels last in memory, at most 32 bits a number."""
-    return x.dtype in FLOATS and 0 < x.numel() < kappa << 31 and (x.is_contiguous() or _channels_last(x))
+    return x.dtype in FLOATS and 0 < x.numel() < kappa << 31 and (x.is_contiguous() or channels_last(x))
 
 
-def _channels_last(x: Tensor) -> bool:
+def channels_last(x: Tensor) -> bool:
+    """Whether the channels of an input are last in memory."""
     return x.is_contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.movedim(1, -1).is_contiguous()
 
 
@@ -356,7 +358,7 @@ def _like(g: Tensor, x: Tensor) -> Tensor:
     """g, in memory as x is."""
     if x.is_contiguous():
         return g.contiguous()
-    return g if _channels_last(g) else g.movedim(1, -1).contiguous()
+    return g if channels_last(g) else g.movedim(1, -1).contiguous()
 
 
 def statistics(
@@ -387,7 +389,7 @@ def forward(
 
 def _scalars(p: RowLaunches, eps: float, keep: float, gain: float, ratio: float) -> tuple[float, ...]:
     decay = math.log2(ratio) if ratio > 0 else -1e30
-    return float(eps), float(keep), float(gain), decay, p.rows / max(p.rows - 1, 1)
+    return float(eps), float(keep), float(gain), decay, p.unbias
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -404,7 +406,6 @@ def backward(
     kappa = mean.shape[0]
     p = _launches(x, kappa)
     g = _like(g, x)
-    c = None if c is None else c.to(torch.float32)
     partial, sums, pairs = p.empty(kappa, p.chunks, 2), p.empty(kappa, 2) if shares else None, p.empty(4)
     dx = torch.empty_like(x)
     p.sum_gradients(g, x, partial, mean, rstd)

@@ -48,7 +48,7 @@ def norm_sums(
     partial, each, pairs = p.empty(kappa, p.chunks, 2), p.empty(kappa, 2), p.empty(4)
     mean, rstd = (None if t is None else t.contiguous() for t in (mean, rstd))
     sum_rows(G, X, mean, rstd, partial)
-    p.finish_gradients(partial, None if c is None else c.to(torch.float32), each, pairs)
+    p.finish_gradients(partial, c, each, pairs)
     return each, pairs
 
 
