@@ -24,7 +24,7 @@ from ..launch import Launch, cdiv, next_power_of_2
 from ..ops import FLOATS, operator, pair_of
 
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile where channels are last
-NUMBERS, PLACES = 4096, 512  # of a block's tile where places are last, at most; of them in one plane
+NUMBERS, PLACES = 4096, 512  # of a tile where places are last, at most; of them in one plane
 CHUNKS = 32  # at most, of a group's tiles
 
 
@@ -298,18 +298,19 @@ class RowLaunches:
         self.rows, self.channels, self.device = images * places, channels, device  # rows per group
         self.unbias = self.rows / max(self.rows - 1, 1)
         wanted = 8 * chip.of(device).multiprocessors
-        split, few = 1, cdiv(wanted, kappa * CHUNKS)  # columns of blocks that a small group needs
         if places == 1:
             bp, br, bc = 1, ROWS, min(CHANNELS, next_power_of_2(channels))
         else:
             bp = min(PLACES, next_power_of_2(places))
-            split = cdiv(places, bp)
-            br = bp if split > 1 else min(NUMBERS, next_power_of_2(images) * bp)
+            br = bp if bp < places else min(NUMBERS, next_power_of_2(images) * bp)
             bc = min(NUMBERS // br, next_power_of_2(channels))
-            while bc > 1 and cdiv(channels, bc) < few:
+            while bc > 1 and cdiv(channels, bc) * CHUNKS * kappa < wanted:  # as many chunks as there may be
                 bc //= 2
+            if bp < places:  # more of a plane, where there are fewer channels than in a full tile
+                bp = br = min(NUMBERS // bc, next_power_of_2(places))
+        split = cdiv(places, bp)  # tiles in a plane
         tiles, columns = cdiv(images, br // bp) * split, cdiv(channels, bc)  # tiles per group
-        chunk = cdiv(tiles, max(1, min(cdiv(wanted, columns * kappa), CHUNKS, tiles // 4)))  # at least four
+        chunk = cdiv(tiles, max(1, min(cdiv(wanted, columns * kappa), CHUNKS, tiles // 4)))  # at least four tiles
         self.chunks = chunks = cdiv(tiles, chunk)  # per group
         self.blocks = columns * chunks * kappa
         where = {"IMAGES": images, "HW": places}
