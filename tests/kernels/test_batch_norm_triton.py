@@ -44,7 +44,7 @@ def near(got, want, tolerance):
         ((6, 130, 1, 2), 1),
         ((18, 5, 4, 9), 9),
         ((8, 3, 9, 9), 1),
-        ((4, 3, 35, 37), 2),  # a plane of more than one tile
+        ((4, 3, 35, 37), 1),  # planes of two tiles, in two chunks
         ((36, 5, 16, 16), 2),  # several tiles of several planes, the last not full; numbers that are loaded together
         ((10, 6, 7), 5),
     ],
