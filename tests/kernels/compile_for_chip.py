@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,9 +103,13 @@ def adam(dtype: torch.dtype, few: bool) -> None:
         adam_triton.fold_step(w, g, squares, m, v, **folding, **moving, slots=slots)
 
 
+LAYOUTS = torch.channels_last, torch.contiguous_format
+
+
 def batch_norm(dtype: torch.dtype, few: bool) -> None:
-    for kappa, channels, side in ((8, 64, 32),) if few else ((8, 64, 32), (4, 20, 5)):
-        x = empty(kappa * 8, channels, side, side, dtype=dtype).to(memory_format=torch.channels_last)
+    shapes = (8, 64, 32), (8, 64, 14), (4, 20, 5)
+    for (kappa, channels, side), layout in product(shapes[:1] if few else shapes, LAYOUTS):
+        x = empty(kappa * 8, channels, side, side, dtype=dtype).to(memory_format=layout)
         mean, rstd = empty(kappa, channels), empty(kappa, channels)
         w, b, c, tracked = empty(channels), empty(channels), empty(kappa), empty(1, dtype=torch.int64)[0]
         running = empty(channels), empty(channels), 0.5, 0.1, 0.9

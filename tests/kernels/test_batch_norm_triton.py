@@ -19,9 +19,14 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 
 
-def images(*shape, dtype=torch.float32):
+LAYOUTS = {"first": torch.contiguous_format, "last": torch.channels_last}  # where channels are in memory
+
+
+def images(*shape, dtype=torch.float32, channels="last"):
     t = (torch.randn(shape) * 2 + torch.randn(shape[1]).view(-1, *(1,) * (len(shape) - 2))).to(DEVICE, dtype)
-    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+    if channels == "last" and t.ndim == 3:
+        return t.mT.contiguous().mT
+    return t.contiguous(memory_format=LAYOUTS[channels]) if t.ndim == 4 else t
 
 
 def near(got, want, tolerance):
@@ -30,17 +35,27 @@ def near(got, want, tolerance):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("channels", LAYOUTS)
 @pytest.mark.parametrize(
     ("shape", "kappa"),
-    [((12, 8, 3, 5), 3), ((20, 37), 2), ((6, 130, 1, 2), 1), ((18, 5, 4, 9), 9), ((8, 3, 9, 9), 1)],
+    [
+        ((12, 8, 3, 5), 3),
+        ((20, 37), 2),
+        ((6, 130, 1, 2), 1),
+        ((18, 5, 4, 9), 9),
+        ((8, 3, 9, 9), 1),
+        ((4, 3, 35, 37), 1),  # planes of two tiles, in two chunks
+        ((36, 5, 16, 16), 2),  # several tiles of several planes, the last not full; numbers that are loaded together
+        ((10, 6, 7), 5),
+    ],
 )
 @pytest.mark.parametrize(("affine", "weighted"), [(True, False), (False, True)])
-def test_kernels(monkeypatch, shape, kappa, affine, weighted, dtype):
-    x, g = images(*shape, dtype=dtype), images(*shape, dtype=dtype)
-    channels = shape[1]
-    w, b = (torch.randn(channels, device=DEVICE) for _ in range(2)) if affine else (None, None)
+def test_kernels(monkeypatch, shape, kappa, affine, weighted, dtype, channels):
+    x, g = (images(*shape, dtype=dtype, channels=channels) for _ in range(2))
+    width = shape[1]
+    w, b = (torch.randn(width, device=DEVICE) for _ in range(2)) if affine else (None, None)
     c = torch.rand(kappa, dtype=torch.float64).to(DEVICE) if weighted else None
-    rm, rv = torch.randn(channels, device=DEVICE), torch.rand(channels, device=DEVICE)
+    rm, rv = torch.randn(width, device=DEVICE), torch.rand(width, device=DEVICE)
     wide, again = [rm.double(), rv.double()], [rm.clone(), rv.clone()]
     tracked = torch.tensor(5, device=DEVICE)
     empty, like = torch.empty, torch.empty_like
@@ -65,8 +80,8 @@ def test_kernels(monkeypatch, shape, kappa, affine, weighted, dtype):
     ws, bs = [], []
     out = []
     for xs in leaf.chunk(kappa):
-        ws.append((torch.ones(channels, device=DEVICE) if w is None else w).double().requires_grad_())
-        bs.append((torch.zeros(channels, device=DEVICE) if b is None else b).double().requires_grad_())
+        ws.append((torch.ones(width, device=DEVICE) if w is None else w).double().requires_grad_())
+        bs.append((torch.zeros(width, device=DEVICE) if b is None else b).double().requires_grad_())
         out.append(F.batch_norm(xs, *wide, ws[-1], bs[-1], True, 0.3, 1e-5))
     want = torch.cat(out)
     want.backward(g.double())
@@ -81,8 +96,37 @@ def test_kernels(monkeypatch, shape, kappa, affine, weighted, dtype):
     near(pairs, torch.cat([torch.stack([t.sum(0), (scale * t.square()).sum(0)]) for t in each]), tolerance)
 
 
-def test_a_large_mean_does_not_cancel():
-    x = images(8, 4, 6, 6) + 1000
+@pytest.mark.parametrize("channels", LAYOUTS)
+def test_a_gradient_of_another_layout(channels):
+    """Backward takes a gradient as it comes: of the other layout, or expanded from a mean over places."""
+    x = images(6, 4, 3, 5, channels=channels)
+    mean, rstd = twin.statistics(x, 3, 1e-5, None, None, *plain.running(0.1, 3))
+    others = images(6, 4, 3, 5, channels="last" if channels == "first" else "first"), images(6, 4, 1, 1).expand_as(x)
+    for g in others:
+        got = twin.backward(g, x, mean, rstd, None, None)
+        for made, want in zip(got, twin.backward(torch.empty_like(x).copy_(g), x, mean, rstd, None, None), strict=True):
+            assert torch.equal(made, want)
+        assert got[0].stride() == x.stride()
+
+
+@pytest.mark.parametrize(
+    ("x", "served"),
+    [
+        (torch.empty(4, 3, 5, 5), True),
+        (torch.empty(4, 5, 5, 3).movedim(-1, 1), True),
+        (torch.empty(4, 3, 7, 5)[:, :, :5], False),
+        (torch.empty(4, 3, 5, 5).mT, False),
+        (torch.empty(4, 3, 5, 5, dtype=torch.float64), False),
+    ],
+    ids=["contiguous", "channels last", "cut", "turned", "float64"],
+)
+def test_what_is_served(x, served):
+    assert twin.serves(x, 2) is served
+
+
+@pytest.mark.parametrize("channels", LAYOUTS)
+def test_a_large_mean_does_not_cancel(channels):
+    x = images(8, 4, 6, 6, channels=channels) + 1000
     mean, rstd = twin.statistics(x, 2, 1e-5, None, None, *plain.running(0.1, 2))
     want_mean, want_rstd, _ = plain.statistics(x.double(), 2, 1e-5, None, None, plain.running(0.1, 2))
     near(mean, want_mean, 1e-6)
@@ -120,8 +164,8 @@ def network(momentum, affine=True):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("fused", [False, True])
-def test_in_one_pass(monkeypatch, momentum, affine, fused):
+@pytest.mark.parametrize(("fused", "channels"), [(False, "last"), (True, "last"), (True, "first")])
+def test_in_one_pass(monkeypatch, momentum, affine, fused, channels):
     """Gradients, squares, running statistics and counts of two mini-batches, one ragged, are the loop's."""
     dtype = torch.float32 if fused else torch.float64
     if fused:
@@ -129,9 +173,9 @@ def test_in_one_pass(monkeypatch, momentum, affine, fused):
         monkeypatch.setattr(plain, "takes_fused", twin.serves)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the convolutions beside it
     torch.manual_seed(0)
-    first = network(momentum, affine).to(DEVICE, dtype).to(memory_format=torch.channels_last)
+    first = network(momentum, affine).to(DEVICE, dtype).to(memory_format=LAYOUTS[channels])
     second = copy.deepcopy(first).double()
-    batches = [images(n, 3, 6, 6, dtype=dtype) for n in (6, 7)]
+    batches = [images(n, 3, 6, 6, dtype=dtype, channels=channels) for n in (6, 7)]
     for x in batches:
         first.zero_grad()
         for p in first.parameters():
@@ -150,14 +194,15 @@ def test_in_one_pass(monkeypatch, momentum, affine, fused):
 
 @pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
 @pytest.mark.slow
-def test_compiled(monkeypatch):
+@pytest.mark.parametrize("channels", LAYOUTS)
+def test_compiled(monkeypatch, channels):
     """The operators in a compiled graph: the same gradients, squares and running statistics as without."""
     monkeypatch.setattr(plain, "fused", twin)
     monkeypatch.setattr(plain, "takes_fused", twin.serves)
     torch.manual_seed(0)
-    first = network(0.1).to(DEVICE).to(memory_format=torch.channels_last)
+    first = network(0.1).to(DEVICE).to(memory_format=LAYOUTS[channels])
     second = copy.deepcopy(first)
-    x = images(6, 3, 6, 6)
+    x = images(6, 3, 6, 6, channels=channels)
     run = torch.compile(second, backend="aot_eager")
     for model in (first, run):
         for _ in range(2):

@@ -106,7 +106,7 @@ class Groups:
 
     def coefficients(self, stretch: Stretch) -> Tensor | None:
         """The coefficients of the squares of one stretch."""
-        return None if self.c is None else self.c[stretch.lo : stretch.hi]
+        return self.c if self.c is None or len(self.stretches) == 1 else self.c[stretch.lo : stretch.hi]
 
 
 def join(pieces: Sequence[Tensor]) -> Tensor:

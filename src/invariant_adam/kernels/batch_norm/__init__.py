@@ -42,8 +42,14 @@ def running(momentum: float, kappa: int, cumulative: bool = False) -> Running:
 
 
 def takes_fused(x: Tensor, kappa: int) -> bool:
-    """Whether Triton serves this input: its channels are last in memory."""
-    return fused is not None and x.is_cuda and fused.serves(x, kappa)
+    """Whether Triton serves this input: it is contiguous, or its channels are last in memory.
+
+    Only the latter in a compiled graph, which may put contiguous images into another order for its convolutions. It
+    would turn them back for an operator.
+    """
+    if fused is None or not x.is_cuda or (is_compiling() and not fused.channels_last(x)):
+        return False
+    return bool(fused.serves(x, kappa))
 
 
 def statistics(
@@ -61,7 +67,7 @@ def statistics(
     if tracked is not None:
         tracked.add_(kappa - 1)
     call = plain.statistics if not served else fused.statistics_op if is_compiling() else fused.statistics
-    return *call(x, kappa, eps, running_mean, running_var, *how), None
+    return *call(x.detach(), kappa, eps, running_mean, running_var, *how), None
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ def backward(
     dx = grad - _channels(sums[:, 1] / rows, hat) - hat * _channels(sums[:, 0] / rows, hat)
     dx = dx * _channels(scale, hat)
     total, squares = sum_square(sums, c)
-    return dx.flatten(0, 1).to(x.dtype), sums, torch.stack([total[0], squares[0], total[1], squares[1]])
+    return dx.flatten(0, 1).to(x.dtype), sums, torch.stack([total, squares], 1).flatten(0, 1)
 
 
 def _grouped(x: Tensor, kappa: int) -> Tensor:

@@ -21,23 +21,23 @@ from ..ops import FLOATS
 
 @triton.jit
 def _sum_rows(
-    G, X, mean, rstd, partial, arrived, coefficients, sums, pairs, C, R, CHUNK, KAPPA, CHUNKS,
+    G, X, mean, rstd, partial, arrived, coefficients, sums, pairs, C, R, TILES, CHUNK, KAPPA, CHUNKS,
     BR: tl.constexpr, BC: tl.constexpr, CH: tl.constexpr, KB: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Σ g x̂, where there is an X, and Σ g of a chunk; mean and rstd are per row."""
     column = tl.program_id(0) % tl.cdiv(C, BC)
-    k, c, first, end, piece = spot(tl.program_id(0), C, R, CHUNK, BC)
+    k, c, first, end, piece = spot(tl.program_id(0), C, TILES, CHUNK, BC)
     total, products = tl.zeros((BR, BC), tl.float32), tl.zeros((BR, BC), tl.float32)
-    for r in tl.range(first, end, BR):
-        rows = r + tl.arange(0, BR)
-        inside = (rows < end)[:, None] & (c < C)[None, :]
+    for i in tl.range(first, end):
+        rows = i * BR + tl.arange(0, BR)
+        inside = (rows < R)[:, None] & (c < C)[None, :]
         row = k.to(tl.int64) * R + rows
         at = row[:, None] * C + c[None, :]
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         total += g
         if X is not None:
-            mu = tl.load(mean + row, mask=rows < end, other=0.0).to(tl.float32)
-            scale = tl.load(rstd + row, mask=rows < end, other=0.0).to(tl.float32)
+            mu = tl.load(mean + row, mask=rows < R, other=0.0).to(tl.float32)
+            scale = tl.load(rstd + row, mask=rows < R, other=0.0).to(tl.float32)
             x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
             products += g * ((x - mu[:, None]) * scale[:, None])
     leave_sums(partial, piece, c, C, products, total)
@@ -76,7 +76,7 @@ def _add_chunks(
         a = tl.sum(tl.load(there + C, mask=inside, other=0.0, cache_modifier=".cg"), 0)
         scale = 1.0
         if coefficients is not None:
-            scale = tl.load(coefficients + k, mask=k < KAPPA, other=0.0)[:, None]
+            scale = tl.load(coefficients + k, mask=k < KAPPA, other=0.0).to(tl.float32)[:, None]
         da += tl.sum(a, 0)
         sa += tl.sum(scale * a * a, 0)
         at = k[:, None] * (2 * C) + c[None, :]
@@ -107,7 +107,8 @@ class SumLaunch:
         chunks = next_power_of_2(p.chunks)
         last = {"KAPPA": kappa, "CHUNKS": p.chunks, "CH": chunks}
         self.fused = chip.of(device).publishes
-        self.sum_rows = p.launch(_sum_rows, **last, KB=max(1, 4096 // (chunks * p.tile["BC"])), LAST=self.fused)
+        together = max(1, 4096 // (chunks * p.tile["BC"]))  # groups
+        self.sum_rows = Launch(_sum_rows, (p.blocks,), **p.tile, **last, R=p.rows, KB=together, LAST=self.fused)
         self.finish = Launch(_finish, (cdiv(channels, 16),), C=channels, **last, KB=8, BC=16, num_warps=4)
 
 
@@ -134,7 +135,6 @@ def norm_sums(
     each = torch.empty((shape[0], 2, shape[2]), dtype=torch.float32, device=G.device) if shares else None
     if X is not None:
         mean, rstd = mean.contiguous(), rstd.contiguous()  # type: ignore[union-attr]
-    c = None if c is None else c.to(torch.float32)
     p.sum_rows(G, X, mean, rstd, partial, counters(G, p.columns), c, each, pairs)
     if not p.fused:
         p.finish(partial, X, c, each, pairs)

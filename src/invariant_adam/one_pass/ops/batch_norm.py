@@ -42,14 +42,16 @@ class GhostNorm(base.Squaring):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, mean, rstd, w = ctx.saved_tensors
-        groups = ctx.use.groups
-        cs = [groups.coefficients(s) for s in groups.stretches]
-        pieces = zip(groups.pieces(g), groups.pieces(x), groups.cut(mean), groups.cut(rstd), cs, strict=True)
-        weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
+        groups, weight, bias = ctx.use.groups, base.wanted(ctx, 0), base.wanted(ctx, 1)
         if ctx.needs_input_grad[0]:
             base.refuse_penalty("batch norm", ctx.use)
-        shares = any(t is not None and t.handle.grouped for t in (weight, bias))
-        made = [kernels.backward(gs, xs, mu, r, w, c, shares) for gs, xs, mu, r, c in pieces]
+        shares = (weight is not None and weight.handle.grouped) or (bias is not None and bias.handle.grouped)
+        if len(groups.stretches) == 1:
+            made = [kernels.backward(g, x, mean, rstd, w, groups.c, shares)]
+        else:
+            cs = [groups.coefficients(s) for s in groups.stretches]
+            pieces = zip(groups.pieces(g), groups.pieces(x), groups.cut(mean), groups.cut(rstd), cs, strict=True)
+            made = [kernels.backward(gs, xs, mu, r, w, c, shares) for gs, xs, mu, r, c in pieces]
         dx, each, pairs = zip(*made, strict=True)
         grads = base.deliver_both(weight, bias, each, pairs)
         return base.returned(ctx, join(dx) if ctx.needs_input_grad[0] else None, *grads)
@@ -72,8 +74,11 @@ def batch_norm(
         return NotImplemented
     if not training:
         return base.call(ChannelNorm, input, use)
-    entry = next((w.handle.entry for w in use.weights if w.handle is not None and w.handle.entry is not None), None)
-    tracked, cumulative = (None, False) if entry is None else (entry.tracked, entry.cumulative)
+    tracked, cumulative = None, False
+    for w in use.weights:
+        if w.handle is not None and w.handle.entry is not None:
+            tracked, cumulative = w.handle.entry.tracked, w.handle.entry.cumulative
+            break
     return _ghost(mini, input, use, running_mean, running_var, tracked, momentum, cumulative, eps)
 
 
@@ -86,11 +91,11 @@ def _ghost(
     `tracked` is the module's count of updates, which has counted one. Where the running statistics are `cumulative`,
     an average over all updates, `momentum` is 1/n in the n-th.
     """
-    groups, (w, b) = use.groups, [weight.value for weight in use.weights]
+    groups, (w, _, b, _) = use.groups, use.given
     uses = None if running_mean is None or cumulative else _uses(mini, running_mean)
     own = (running_mean, running_var) if not uses else (None, None)
     found, rows, affine = [], [], (w, b) if len(groups.stretches) == 1 else None
-    for stretch, xs in zip(groups.stretches, groups.pieces(x.detach()), strict=True):
+    for stretch, xs in zip(groups.stretches, groups.pieces(x), strict=True):
         kappa = stretch.hi - stretch.lo
         each = xs.numel() // (xs.shape[1] * kappa)  # values per channel
         if each == 1:
