@@ -37,16 +37,28 @@ def gib(row, own, plain):
     return f"{row[own]:.1f} ({row[plain]:.1f})" if row.get(own) is not None and row.get(plain) is not None else ""
 
 
+def ratio_of(row):
+    """The ratio to plain AdamW, and the two that it is the mean of."""
+    if "error" in row:
+        return row["error"].partition(":")[0]
+    twice = ", ".join(f"{ratio:.2f}" for ratio in row.get("ratios", ()))
+    return f"{row['ratio']:.2f} ({twice})" if twice else f"{row['ratio']:.2f}"
+
+
 def model_rows(measured, source):
     for name, result, rows in measured("models_h200"):
         by_case = {}
         for row in rows:
-            by_case.setdefault((label(row), how(row), row["micro_batch"]), {})[row["method"]] = row
+            if row["method"] != "plain":
+                by_case.setdefault((label(row), how(row), row["micro_batch"]), {})[row["method"]] = row
         yield "| model | how | M | plain ms | one pass | `into=opt` | peak GiB (plain) | first update GiB (plain), s |"
         yield "|---|---|---|---|---|---|---|---|"
         for (model, way, micro), each in by_case.items():
-            row = each.get("one-pass") or each["into"]
-            ratios = [f"{each[m]['ratio']:.2f}" if m in each else "" for m in ("one-pass", "into")]
+            row = next(row for row in (*each.values(), {}) if "error" not in row)
+            if not row:  # nothing of it could be measured
+                yield f"| {model} | {way} | {micro} | | {' | '.join(map(ratio_of, each.values()))} | | |"
+                continue
+            ratios = [ratio_of(each[m]) if m in each else "" for m in ("one-pass", "into")]
             first = gib(row, "first_gib", "plain_first_gib")
             cells = [model, way, str(micro), f"{row['plain_ms']:.1f}", *ratios, gib(row, "peak_gib", "plain_peak_gib")]
             yield "| " + " | ".join([*cells, f"{first}, {row['first_s']:.0f}".lstrip(", ")]) + " |"

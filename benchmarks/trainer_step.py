@@ -83,12 +83,16 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/trainer_step.json"), help="results, a row at a time")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=24, help="of each run; the first third warms up")
+    parser.add_argument("--compiled", action="store_true", help="the compiled cases alone")
     parser.add_argument("--small", action="store_true", help="two layers of width 32, to try the script")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = record.Rows(options.out, "python benchmarks/trainer_step.py", "trainer_step", device)
     eager = [(*case, False) for case in CASES]
-    for turn, cases in enumerate([eager, eager, [(*case, True) for case in CASES[2:]]]):
+    traced = [(*case, True) for case in CASES[2:]]
+    for turn, cases in enumerate([eager, eager, traced, traced]):
+        if options.compiled and cases is eager:
+            continue
         for name, size, accumulation, compiled in cases:
             settings = {
                 "trainer": name, "per_device": size, "accumulation": accumulation, "compiled": compiled, "turn": turn,
