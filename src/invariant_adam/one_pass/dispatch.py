@@ -179,7 +179,7 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
             return _apart(call(*tensors))[0][i]
 
         once = not (tracing or one_to_one or name in CONVERSIONS)
-        tag = Derive.apply(nth, mini.groups.kappa, *tags) if once else torch.func.vmap(nth)(*tags)
+        tag = Derive.apply(nth, mini.groups.kappa, v.detach(), *tags) if once else torch.func.vmap(nth)(*tags)
         out.append(lift(v, Handle(v, tag, True, None, label=names_of(held))))
     return _together(out, spec)
 
@@ -194,14 +194,13 @@ def _together(values: list[Any], spec: Any) -> Any:
 
 
 class Derive(Function):
-    """A value of parameters alone, computed once and expanded over the κ groups."""
+    """A value of parameters alone, which `fn` has made of theirs, expanded over the κ groups."""
 
     @staticmethod
-    def forward(ctx: Any, fn: Any, kappa: int, *tags: Tensor) -> Tensor:
+    def forward(ctx: Any, fn: Any, kappa: int, value: Tensor, *tags: Tensor) -> Tensor:
         kind = tags[0].device.type
         ctx.fn, ctx.autocast = fn, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.save_for_backward(*[t[0] for t in tags])
-        value: Tensor = fn(*[t[0] for t in tags])
         return value.unsqueeze(0).expand(kappa, *value.shape)
 
     @staticmethod
@@ -210,7 +209,7 @@ class Derive(Function):
             leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
             value = ctx.fn(*leaves)
         grads = torch.autograd.grad(value, leaves, g, is_grads_batched=True, allow_unused=True)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
 def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Handle | Tensor]) -> Any:
@@ -287,7 +286,7 @@ def _own_copies(mini: MiniBatch, name: str, h: Handle, axis: int, shape: torch.S
         if h.resize is not None and times == 1:
             copies.append(h.resize(s.lo, s.hi, m))
         else:
-            first = s.first * times
-            own = [tag[k].narrow(under, first + (k - s.lo) * m, m) for k in range(s.lo, s.hi)]
-            copies.append(torch.stack(own))
+            n = s.hi - s.lo
+            own = tag[s.lo : s.hi].narrow(under + 1, s.first * times, n * m).unflatten(under + 1, (n, m))
+            copies.append(own.diagonal(0, 0, under + 1).movedim(-1, 0))  # group k's copy at group k's samples
     return copies
