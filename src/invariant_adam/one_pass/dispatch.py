@@ -163,9 +163,8 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
         tags = [h.tag] * len(values) if name in CONVERSIONS else _apart(call(h.tag))[0]
         out = [lift(v, Handle(v, t, False, h.entry, label=h.label)) for v, t in zip(values, tags, strict=True)]
         return _together(out, spec)
-    # A trace refuses 1 - p for the class of a parameter, and takes it for a view's.
     tracing = torch.compiler.is_compiling()
-    values, spec = _apart(call(*[h.value.view_as(h.value) if tracing else h.value for h in held]))
+    values, spec = _apart(call(*[_differentiable(h.value, tracing) for h in held]))
     if not any((isinstance(v, Tensor) and v.requires_grad) or h.grouped for v in values for h in held):
         return _together(values, spec)
     tags = [mini.grouped(h) for h in held]
@@ -182,6 +181,13 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
         tag = Derive.apply(nth, mini.groups.kappa, v.detach(), *tags) if once else torch.func.vmap(nth)(*tags)
         out.append(lift(v, Handle(v, tag, True, None, label=names_of(held))))
     return _together(out, spec)
+
+
+def _differentiable(value: Tensor, tracing: bool) -> Tensor:
+    """A value as differentiable as it is in the model: torch chooses kernels by that."""
+    if tracing:  # a trace refuses 1 - p for the class of a parameter, and takes it for a view's
+        return value.view_as(value)
+    return value if value.requires_grad or not value.is_floating_point() else value.detach().requires_grad_()
 
 
 def _apart(result: Any) -> tuple[list[Any], Any]:

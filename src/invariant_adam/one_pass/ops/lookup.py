@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import cast
 from ...kernels.gemm_square import wide
 from ..mini_batch import MiniBatch
-from ..weight import Handle, lift
+from ..weight import Handle, apart, lift
 from . import base
 
 
@@ -52,10 +52,9 @@ def rows(mini: MiniBatch, name: str, table: Handle, index: Any, find: Callable[[
         mini.serve(table, f"a value of {name}", delivers=False)
     # A compiled graph returns so small a pair, which may then wait for others to be folded with.
     weight = mini.weight_of(table, None, "copies", None if torch.compiler.is_compiling() else 0)
-    value, use = table.value, base.Use(mini.groups, 0, None, (weight,))
-    # It stays differentiable: torch chooses kernels by that.
-    found = find(value.view_as(value) if torch.compiler.is_compiling() else value)
-    return lift(found, Handle(found, base.call(Rows, index, use, found.detach()), True, None, label=table.label))
+    found, use = find(apart(table.value)), base.Use(mini.groups, 0, None, (weight,))
+    tag = base.call(Rows, index, use, found.detach() if found.requires_grad else found)
+    return lift(found, Handle(found, tag, True, None, label=table.label))
 
 
 @base.operation("index_select")
