@@ -63,6 +63,8 @@ IN_PLACE = {
 WRITERS = frozenset(
     n for n in dir(Tensor) if (n[-1] == "_" and n[-2] != "_") or (n[:3] == "__i" and n[3:-2] in dir(operator))
 ) - {"__init__", "__invert__", "__index__", "__int__"} | {"__setitem__"}
+# Arguments that are no tensors and hold none: it takes torch as long to look into others as an operation takes.
+PLAIN = frozenset({int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 
 
 def name_of(func: Any) -> str:
@@ -98,11 +100,13 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
         return args[0].copy_(dispatch(IN_PLACE[name], args, kwargs))
     if kwargs.get("inplace"):
         kwargs = {**kwargs, "inplace": False}  # the value belongs to the parameters, not to this operation
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = [*args, *kwargs.values()], None
+    if not all(isinstance(a, Tensor) or type(a) in PLAIN for a in leaves):
+        leaves, spec = tree_flatten((args, kwargs))
     handles = [mini.handle_of(a) if isinstance(a, Tensor) else None for a in leaves]
     held = [h for h in handles if h is not None]
     names = names_of(held)
-    for a in leaves:
+    for a in () if spec is None else leaves:
         if isinstance(a, (tuple, list)) and any(mini.holds(t) for t in a):
             raise UnsupportedUse(
                 f"{names_of(mini.handle_of(t) for t in a)} goes through {name} in a {type(a).__name__}, which "
@@ -124,7 +128,10 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
 
     def call(*tensors: Any) -> Any:
         it = iter(tensors)
-        a, k = tree_unflatten([a if g is None else next(it) for a, g in zip(leaves, given, strict=True)], spec)
+        new = [a if g is None else next(it) for a, g in zip(leaves, given, strict=True)]
+        if spec is None:
+            return func(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True)))
+        a, k = tree_unflatten(new, spec)
         return func(*a, **k)
 
     if not any(batched):
@@ -150,17 +157,16 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
             mini.serve(h, f"a value of {name}", delivers=False)
     if len(held) == 1 and not held[0].grouped and (one_to_one or name in CONVERSIONS):
         h = held[0]
-        values, spec = tree_flatten(call(h.value))
+        values, spec = _apart(call(h.value))
         if not all(isinstance(v, Tensor) for v in values):
-            return tree_unflatten(values, spec)  # type() without an argument
-        tags = [h.tag] * len(values) if name in CONVERSIONS else tree_flatten(call(h.tag))[0]
+            return _together(values, spec)  # type() without an argument
+        tags = [h.tag] * len(values) if name in CONVERSIONS else _apart(call(h.tag))[0]
         out = [lift(v, Handle(v, t, False, h.entry, label=h.label)) for v, t in zip(values, tags, strict=True)]
-        return tree_unflatten(out, spec)
-    # A trace refuses 1 - p for the class of a parameter, and takes it for a view's.
+        return _together(out, spec)
     tracing = torch.compiler.is_compiling()
-    values, spec = tree_flatten(call(*[h.value.view_as(h.value) if tracing else h.value for h in held]))
+    values, spec = _apart(call(*[_differentiable(h.value, tracing) for h in held]))
     if not any((isinstance(v, Tensor) and v.requires_grad) or h.grouped for v in values for h in held):
-        return tree_unflatten(values, spec)
+        return _together(values, spec)
     tags = [mini.grouped(h) for h in held]
     out = []
     for i, v in enumerate(values):
@@ -169,23 +175,38 @@ def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_
             continue
 
         def nth(*tensors: Tensor, i: int = i) -> Tensor:
-            return tree_flatten(call(*tensors))[0][i]
+            return _apart(call(*tensors))[0][i]
 
         once = not (tracing or one_to_one or name in CONVERSIONS)
-        tag = Derive.apply(nth, mini.groups.kappa, *tags) if once else torch.func.vmap(nth)(*tags)
+        tag = Derive.apply(nth, mini.groups.kappa, v.detach(), *tags) if once else torch.func.vmap(nth)(*tags)
         out.append(lift(v, Handle(v, tag, True, None, label=names_of(held))))
-    return tree_unflatten(out, spec)
+    return _together(out, spec)
+
+
+def _differentiable(value: Tensor, tracing: bool) -> Tensor:
+    """A value as differentiable as it is in the model: torch chooses kernels by that."""
+    if tracing:  # a trace refuses 1 - p for the class of a parameter, and takes it for a view's
+        return value.view_as(value)
+    return value if value.requires_grad or not value.is_floating_point() else value.detach().requires_grad_()
+
+
+def _apart(result: Any) -> tuple[list[Any], Any]:
+    """The tensors of a result, and what puts them together again."""
+    return ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
+
+
+def _together(values: list[Any], spec: Any) -> Any:
+    return values[0] if spec is None else tree_unflatten(values, spec)
 
 
 class Derive(Function):
-    """A value of parameters alone, computed once and expanded over the κ groups."""
+    """A value of parameters alone, which `fn` has made of theirs, expanded over the κ groups."""
 
     @staticmethod
-    def forward(ctx: Any, fn: Any, kappa: int, *tags: Tensor) -> Tensor:
+    def forward(ctx: Any, fn: Any, kappa: int, value: Tensor, *tags: Tensor) -> Tensor:
         kind = tags[0].device.type
         ctx.fn, ctx.autocast = fn, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.save_for_backward(*[t[0] for t in tags])
-        value: Tensor = fn(*[t[0] for t in tags])
         return value.unsqueeze(0).expand(kappa, *value.shape)
 
     @staticmethod
@@ -194,7 +215,7 @@ class Derive(Function):
             leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
             value = ctx.fn(*leaves)
         grads = torch.autograd.grad(value, leaves, g, is_grads_batched=True, allow_unused=True)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
 def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Handle | Tensor]) -> Any:
@@ -221,7 +242,7 @@ def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Ha
             f"{names} goes through {name}, which has no rule and does not run group by group ({why}); freeze the "
             "parameter, write the operation with ones that have rules, or loop over micro-batches"
         ) from error
-    flat = [tree_flatten(r) for r in results]
+    flat = [_apart(r) for r in results]
     merged = []
     for outs in zip(*[f[0] for f in flat], strict=True):
         first = outs[0]
@@ -237,8 +258,8 @@ def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Ha
     if mini.probe is not None:
         with torch.no_grad():
             plain = call(*values)
-        mini.probe.compare(names, name, merged, tree_flatten(plain)[0])
-    result = tree_unflatten(merged, flat[0][1])
+        mini.probe.compare(names, name, merged, _apart(plain)[0])
+    result = _together(merged, flat[0][1])
     if name in RANDOM:
         return result
     if not torch.compiler.is_compiling():
@@ -271,7 +292,7 @@ def _own_copies(mini: MiniBatch, name: str, h: Handle, axis: int, shape: torch.S
         if h.resize is not None and times == 1:
             copies.append(h.resize(s.lo, s.hi, m))
         else:
-            first = s.first * times
-            own = [tag[k].narrow(under, first + (k - s.lo) * m, m) for k in range(s.lo, s.hi)]
-            copies.append(torch.stack(own))
+            n = s.hi - s.lo
+            own = tag[s.lo : s.hi].narrow(under + 1, s.first * times, n * m).unflatten(under + 1, (n, m))
+            copies.append(own.diagonal(0, 0, under + 1).movedim(-1, 0))  # group k's copy at group k's samples
     return copies

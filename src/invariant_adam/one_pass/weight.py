@@ -240,7 +240,8 @@ class Lifted(Followed, torch.Tensor):
 
 def lift(value: Tensor, handle: Handle) -> Tensor:
     """A `Lifted` that looks like `value`."""
-    out = apart(value).as_subclass(Lifted)
+    plain = not value.requires_grad and not torch.compiler.is_compiling()
+    out = (value if plain else apart(value)).as_subclass(Lifted)  # which is another tensor
     out.handle = handle
     return out
 

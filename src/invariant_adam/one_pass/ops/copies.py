@@ -38,8 +38,10 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     if under >= 0 and h.value.shape[under] != 1:
         return NotImplemented
     groups, copies = mini.groups, mini.grouped(h)
-    copies = copies.reshape(copies.shape[0], *(1,) * (x.ndim - h.value.ndim), *h.value.shape)
-    copies = copies.movedim(axis + 1, 1)
+    if h.value.ndim < x.ndim:
+        copies = copies.reshape(copies.shape[0], *(1,) * (x.ndim - h.value.ndim), *h.value.shape)
+    if axis:
+        copies = copies.movedim(axis + 1, 1)
 
     def meet(own: Tensor, rows: Tensor) -> Tensor:
         return func(own, rows, **kwargs) if first is not None else func(rows, own, **kwargs)  # type: ignore[no-any-return]

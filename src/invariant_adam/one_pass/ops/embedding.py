@@ -15,6 +15,7 @@ from ..groups import Groups, UnsupportedUse, join
 from ..mini_batch import MiniBatch
 from ..weight import Entry, Link, names_of
 from . import base
+from .lookup import rows
 
 EMBEDDING = base.Kernel(embedding_square, embedding_groups)
 
@@ -131,7 +132,10 @@ def embedding(
         return NotImplemented
     use = base.use_of(mini, "embedding", input, 0, (weight,), _padding(padding_idx, weight.shape[0]))
     if use is None:
-        return NotImplemented
+        h = mini.handle_of(weight)
+        if h is None or padding_idx is not None:
+            return NotImplemented
+        return rows(mini, "embedding", h, input, lambda t: F.embedding(input, t))
     table = base.table_of(use.weights[0])
     return base.call(Embedding, input, use) if table is None else _of_table(mini, table, input, use)
 
