@@ -188,7 +188,9 @@ class MiniBatch:
             return
         for w in use.weights:
             h = w.handle
-            if w.value is not None and (h is None or not h.direct or h.tag is not h.entry.companion):
+            if w.value is not None and (h is None or not h.direct):
+                return
+            if h is not None and h.tag is not h.entry.companion and not w.into:  # see `handle_of`; a ticket is a leaf
                 return
         self.facts.uses[key] = Known(use, x.shape, self.facts.findings.axes, self.sink is not None)
 
