@@ -21,7 +21,7 @@ from invariant_adam_lab.bench import timing
 
 PARTS = {
     "squares of products": (
-        "_gemm_square", "_conv_square", "_tap_sums", "_finish_taps", "_pack", "_deliver", "_leave",
+        "_gemm_square", "_conv_square", "_window_sums", "_tap_sums", "_finish_taps", "_pack", "_deliver", "_leave",
     ),
     "small": ("_sum_rows", "_walk", "_join"),
     "batch norm": (

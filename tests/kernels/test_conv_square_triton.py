@@ -129,7 +129,7 @@ def test_which_ways_there_are():
     assert names(geometry((72, 64, 3, 3)), (8, 8)) == ["implicit", "library"]
     assert names(geometry((24, 4, 3, 3), groups=3)) == ["implicit", "library"]
     assert names(geometry((24, 4, 3, 3), groups=4)) == ["implicit", "merged", "library"]
-    assert names(geometry((8, 1, 3, 3), groups=8)) == ["implicit", "merged", "library"]
+    assert names(geometry((8, 1, 3, 3), groups=8)) == ["window", "implicit", "merged", "library"]
 
 
 def test_no_way_is_coarser_than_convolutions_may_be():
@@ -303,7 +303,7 @@ def test_folds_into_moments(way, pieces, channels_last):
     assert count.item() == 20 * 9
 
 
-@pytest.mark.parametrize("way", ["implicit"])
+@pytest.mark.parametrize("way", ["window", "implicit"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_depthwise_pair_folds_into_moments(way, channels_last):
     geo = geometry((20, 1, 3, 5), (1, 2), (1, 2), groups=10, channels_last=channels_last)
@@ -320,6 +320,29 @@ def test_a_depthwise_pair_folds_into_moments(way, channels_last):
     ways.conv_square(G, X, geo, into=Fold(m, v, (0.9, 0.99), (-0.5, 0.25), count), config=config)
     assert close((m, v), want, 1e-5)
     assert count.item() == 2 * 15
+
+
+@pytest.mark.parametrize(
+    ("taps", "stride", "padding", "size"),
+    [
+        ((7, 7), (1, 1), (3, 3), (7, 7)),  # one step a row
+        ((3, 3), (2, 2), (1, 1), (12, 18)),  # nine positions a row: two steps, and some wasted
+        ((5, 5), (1, 1), (2, 2), (3, 3)),  # a window wider than the image
+        ((2, 3), (1, 3), (0, 0), (6, 17)),  # no input is seen twice
+        ((3, 4), (3, 1), (1, 0), (10, 26)),
+    ],
+)
+@pytest.mark.parametrize(("channels", "images"), [(20, 9), (40, 2)])
+def test_windows_slide_over_rows(taps, stride, padding, size, channels, images):
+    geo = geometry((channels, 1, *taps), stride, padding, groups=channels)
+    G, X = operands(geo, 3, images, size)
+    config = first_of_each_way(G, X, geo)["window"]
+    first, again = (ways.conv_square(G, X, geo, config=config) for _ in range(2))
+    assert close(first, expected(G, X, geo), 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    X[1, 0, 5, -1, -1] = torch.inf  # its products are not finite, and no other ones
+    for got, want in zip(ways.conv_square(G, X, geo, config=config), expected(G, X, geo), strict=True):
+        assert torch.equal(got.isfinite(), want.isfinite())
 
 
 @pytest.mark.parametrize(("images", "size"), [(8, (1, 1)), (3, (1, 1)), (2, (2, 3))])

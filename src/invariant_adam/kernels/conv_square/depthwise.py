@@ -1,8 +1,14 @@
+# ruff: noqa: RUF005, B007 - tuples of a kernel grow by +, and each name is of one type
+# mypy: disable-error-code="assignment,var-annotated"
 """The pair of a depthwise convolution in Triton: sums of products, as each output channel sees one input channel.
 
 For a tap (y, x) of output channel o, a group's part of dW is Σ_r G[r, o] X[at(r) + tap, o // MULT] over its output
 positions r. Blocks leave the sums of a part of a group's rows in a workspace, (κ, pieces, KH, KW, O). A second kernel
 adds the pieces, squares the groups' sums, and stores both or folds them into moments: the same result every time.
+
+There are two kernels for the first half. `_window_sums` walks along rows of the image: a thread keeps KW inputs and KW
+sums of a few channels in registers, and each step loads one output gradient and as many inputs as the stride is wide
+for KW products. `_tap_sums` takes every stride, dilation and size; it loads an input for each product.
 """
 
 from __future__ import annotations
@@ -20,7 +26,72 @@ from ..launch import Launch, cdiv, next_power_of_2
 from .triton import below, sizes
 
 if TYPE_CHECKING:
+    from .torch import Geometry
     from .triton import Task
+
+
+@triton.jit
+def _window_sums(
+    G, X, partial, IMAGES, ROWS, CHUNK,
+    OUT: tl.constexpr, XW: tl.constexpr, MULT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
+    SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
+    LANES: tl.constexpr, BC: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The sums of a chunk of a group's ROWS rows of output positions, for all taps.
+
+    A lane has one row of taps and, with LANES // KH - 1 others, a share of the chunk's rows. Lanes of neighbouring rows
+    and taps read the same inputs: they come from the cache.
+    """
+    chunks = tl.cdiv(ROWS, CHUNK)
+    k, chunk = tl.program_id(1) // chunks, tl.program_id(1) % chunks
+    o, lane = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, LANES)
+    slots: tl.constexpr = LANES // KH
+    slot, tap = lane // KH, lane % KH
+    first = chunk * CHUNK
+    end = tl.minimum(first + CHUNK, ROWS)
+    exists = (slot < slots)[:, None] & (o < OUT)[None, :]
+    total = ()
+    for t in tl.static_range(KW):
+        total = total + (tl.zeros((LANES, BC), tl.float32),)
+    for begin in tl.range(first, end, slots):
+        row = begin + slot
+        y = row % HO * SY + tap * DY - PY
+        seen = exists & ((row < end) & below(y, H))[:, None]
+        across, wide = tl.where(seen, W, 0), tl.where(seen, WO, 0)  # of rows of X and of G
+        line = (k * IMAGES + row // HO) * H + y
+        here = G + ((k * ROWS + row) * WO).to(tl.int64)[:, None] * OUT + o[None, :]
+        there = X + (line * W - PX).to(tl.int64)[:, None] * XW + (o // MULT)[None, :]
+        window = ()
+        for t in tl.static_range(KW - SX):
+            if t >= PX and t < PX + W:
+                window = window + (tl.load(there + t * XW, mask=seen, other=0.0).to(tl.float32),)
+            else:
+                window = window + (tl.zeros((LANES, BC), tl.float32),)
+        there += (KW - SX) * XW
+        for x in tl.range(0, WO, STEP):
+            gradients = ()
+            for i in tl.static_range(STEP):
+                gradients = gradients + (tl.load(here + i * OUT, mask=x + i < wide, other=0.0),)
+                for j in tl.static_range(i * SX, (i + 1) * SX):
+                    inside = x * SX + (j + KW - SX - PX) < across
+                    window = window + (tl.load(there + j * XW, mask=inside, other=0.0).to(tl.float32),)
+            for i in tl.static_range(STEP):
+                g = gradients[i].to(tl.float32)
+                added = ()
+                for t in tl.static_range(KW):
+                    v = tl.fma(g, window[i * SX + t], total[t])
+                    if WO % STEP > 0 and i >= WO % STEP:  # past the end of a row no product counts, 0 · ∞ neither
+                        v = tl.where(x + i < wide, v, total[t])
+                    added = added + (v,)
+                total = added
+            window = window[STEP * SX :]
+            here += STEP * OUT
+            there += STEP * SX * XW
+    piece = tl.program_id(1) * slots + slot
+    at = ((piece * KH + tap) * KW).to(tl.int64)[:, None] * OUT + o[None, :]
+    for t in tl.static_range(KW):
+        tl.store(partial + at + t * OUT, total[t], mask=exists)
 
 
 @triton.jit
@@ -89,6 +160,20 @@ def _finish_taps(
     )  # fmt: skip
 
 
+def slides(geo: Geometry) -> bool:
+    """Whether `_window_sums` takes it: registers hold a row of neighbouring taps.
+
+    Taps left of the image are in a row's first window only.
+
+    >>> from .torch import Geometry
+    >>> taps = (2, 2), (3, 3), (1, 1), False, (0, 0), 64
+    >>> slides(Geometry((64, 1, 7, 7), *taps)), slides(Geometry((64, 1, 31, 31), *taps))
+    (True, False)
+    """
+    (kh, kw), stride = geo.weight[2:], geo.stride[1]
+    return kh <= 16 and stride <= kw <= 9 and geo.dilation[1] == 1 and geo.padding[1] <= kw - stride
+
+
 def depthwise(task: Task, D: Tensor, S: Tensor) -> None:
     """Make the pair where each output channel sees one input channel: D and S have the weight's shape."""
     G, X, _, _, c, _, launches, into = task
@@ -112,7 +197,7 @@ class DepthwiseLaunches(NamedTuple):
 def _depthwise(task: Task, D: Tensor) -> DepthwiseLaunches:
     geo, kappa = task.geo, task.kappa
     out, _, kh, kw = geo.weight
-    start, pieces = _tiles(task)
+    start, pieces = (_windows if task.config.way == "window" else _tiles)(task)
     s0, _, s2, s3 = D.stride()
     at_once = min(128, next_power_of_2(pieces))
     finish = Launch(
@@ -120,6 +205,27 @@ def _depthwise(task: Task, D: Tensor) -> DepthwiseLaunches:
         KH=kh, KW=kw, K=128 // at_once, P=at_once, E=32, INTO=task.into is not None, num_warps=4,
     )  # fmt: skip
     return DepthwiseLaunches(start, finish, (kappa, pieces, kh, kw, out))
+
+
+def _windows(task: Task) -> tuple[Launch, int]:
+    """The launch of `_window_sums`, and into how many pieces it cuts a group."""
+    G, X, geo, kappa = task[:4]
+    out, _, kh, kw = geo.weight
+    images, high, wide = len(G) // kappa, *G.shape[2:]
+    bc = min(32, max(16, next_power_of_2(out)))
+    lanes = 512 // bc  # four channels for each thread
+    slots, across = lanes // kh, cdiv(out, bc)
+    # Enough blocks for the chip, of at least four rows for each lane.
+    wanted = cdiv(4 * chip.of(G.device).multiprocessors, across * kappa)
+    chunk = cdiv(images * high, max(1, min(wanted, images * high // (4 * slots))))
+    chunks = cdiv(images * high, chunk)
+    step = min((8, 7, 6, 5, 4, 3, 2, 1), key=lambda n: cdiv(wide, n) * (n + 1))  # positions at a time: few are wasted
+    start = Launch(
+        _window_sums, (across, kappa * chunks), IMAGES=images, ROWS=images * high, CHUNK=chunk, OUT=out,
+        **sizes(G.shape, X.shape, geo), MULT=out // geo.groups, KH=kh, KW=kw, LANES=lanes, BC=bc, STEP=step,
+        num_warps=4,
+    )  # fmt: skip
+    return start, chunks * slots
 
 
 def _tiles(task: Task) -> tuple[Launch, int]:

@@ -1,6 +1,7 @@
 """The ways to a convolution's pair on a GPU, and which of them a convolution takes.
 
     implicit  the implicit GEMM of `triton`, or the sums of products of `depthwise`
+    window    such sums for rows of taps that slide along rows of the image
     padded    the same on an output gradient with sides for tile loads, the next powers of two: see `box`
     packed    the same for few input channels: the taps of a row, neighbours in memory, become channels
     merged    the same for narrow channel groups, several as one: most products are not wanted, but fill the tiles
@@ -27,7 +28,7 @@ from .. import gemm_square as products
 from ..adam import Fold
 from ..launch import cdiv, next_power_of_2
 from ..ops import FLOATS, operator, pair_of
-from .depthwise import depthwise
+from .depthwise import depthwise, slides
 from .torch import Geometry, one_by_one
 from .triton import ConvConfig, Task, box, boxed, implicit, pack
 
@@ -64,7 +65,7 @@ class Plan:
         self.run = WAYS[config.way]
         self.launches: dict[Any, Any] = {}
         # Whether moments may lie in memory as they like, or as the weight is said to, or are not folded into at all.
-        self.folds_any = config.way in ("implicit", "padded")
+        self.folds_any = config.way in ("implicit", "padded", "window")
         self.folds_own = config.way == "unfold" or (config.way == "product" and _fused_product(rows))
         self.format = torch.channels_last if geo.channels_last else torch.contiguous_format
 
@@ -108,6 +109,12 @@ def plan_of(
 def _implicit(task: Task) -> tuple[Tensor, Tensor]:
     D, S = task.room()
     (depthwise if is_depthwise(task.geo) else implicit)(task, D, S)
+    return D, S
+
+
+def _window(task: Task) -> tuple[Tensor, Tensor]:
+    D, S = task.room()
+    depthwise(task, D, S)
     return D, S
 
 
@@ -188,8 +195,8 @@ def _library(task: Task) -> tuple[Tensor, Tensor]:
 
 
 WAYS: dict[str, Callable[[Task], tuple[Tensor, Tensor]]] = {
-    "implicit": _implicit, "padded": _padded, "packed": _packed, "merged": _merged, "unfold": _unfold,
-    "product": _product, "library": _library,
+    "implicit": _implicit, "padded": _padded, "packed": _packed, "merged": _merged, "window": _window,
+    "unfold": _unfold, "product": _product, "library": _library,
 }  # fmt: skip
 
 
@@ -302,7 +309,7 @@ def _switches(dtype: torch.dtype) -> tuple[int, ...]:
 def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[ConvConfig]:
     """Every way of these operands, (κ, m, C, H, W), with what may be its best; unmeasured, the first is taken."""
     if is_depthwise(geo):
-        ways = {"implicit": [ConvConfig()]}
+        ways = {way: [ConvConfig()] for way in ("window", "implicit") if way == "implicit" or slides(geo)}
     elif has_one_tap(geo):
         ways = _of_one_tap(G, geo)
     else:
