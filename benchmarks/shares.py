@@ -20,7 +20,9 @@ from invariant_adam_lab.bench import one_pass as bench
 from invariant_adam_lab.bench import timing
 
 PARTS = {
-    "squares of products": ("_gemm_square", "_conv_square", "_depthwise_sums", "_pack", "_deliver", "_leave"),
+    "squares of products": (
+        "_gemm_square", "_conv_square", "_window_sums", "_tap_sums", "_finish_taps", "_pack", "_deliver", "_leave",
+    ),
     "small": ("_sum_rows", "_walk", "_join"),
     "batch norm": (
         "_sum_statistics", "_finish_statistics", "_normalise", "_finish_and_normalise", "_sum_gradients",

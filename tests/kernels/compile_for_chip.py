@@ -136,7 +136,7 @@ def embedding(dtype: torch.dtype, few: bool) -> None:
 
 def gemm(dtype: torch.dtype, few: bool) -> None:
     """Shapes of a GPT, of odd sizes and of few rows; the configuration of each, and what the tuner would try."""
-    shapes = (8, 1024, 3072, 768), (8, 100, 71, 33), (8, 1024, 50304, 768), (64, 16, 1024, 64)
+    shapes = (8, 1024, 3072, 768), (8, 100, 71, 33), (8, 1024, 50304, 768), (64, 16, 1024, 64), (16, 8, 1152, 48)
     for kappa, rows, m, n in shapes[:2] if few else shapes:
         G, X = empty(kappa, rows, m, dtype=dtype), empty(kappa, rows, n, dtype=dtype)
         gemm_square_triton.gemm_square(G, X, empty(kappa), into=into(m, n, slots=rows == 100))
@@ -151,6 +151,7 @@ LAYERS = [  # images, input channels, output channels, side, taps, stride, chann
     (8, 256, 256, 14, 3, 1, 1),
     (8, 3, 64, 224, 7, 2, 1),
     (8, 32, 32, 28, 3, 1, 32),
+    (8, 96, 96, 56, 7, 1, 96),
     (25, 64, 128, 32, 3, 1, 1),
     (8, 128, 128, 56, 3, 2, 1),
     (8, 256, 512, 28, 1, 2, 1),
@@ -170,9 +171,11 @@ def conv(dtype: torch.dtype, few: bool) -> None:
         G, X = empty(8, images, out, high, high, dtype=dtype), empty(8, images, inner, side, side, dtype=dtype)
         found = [c for c in ways.candidates(G, X, geo) if c.way not in ("library", "product")]  # others' kernels
         first, last = {c.way: c for c in reversed(found)}, {c.way: c for c in found}
-        for i, config in enumerate(dict.fromkeys(found[:1] if few else [*first.values(), *last.values()])):
+        some = found[: 2 if groups == inner else 1]  # two kernels for depthwise ones
+        for i, config in enumerate(dict.fromkeys(some if few else [*first.values(), *last.values()])):
             c = empty(8) if i % 2 else None
-            target = into(*weight) if i == 0 and ways.folds(config, G, geo, empty(*weight)) else None
+            plan = ways.plan_of(G.flatten(0, 1), X.flatten(0, 1), geo, 8, config=config)
+            target = into(*weight) if i == 0 and plan.folds(empty(*weight)) else None
             ways.conv_square(G, X, geo, c, into=target, config=config)
 
 

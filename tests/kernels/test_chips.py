@@ -99,12 +99,11 @@ def test_launches_ask_the_chip(monkeypatch, has, stages, precision):
 def test_the_launches_of_other_chips_give_the_same_sums(monkeypatch, has):
     """Operands that tile loads would fetch here come by address there, from tiles that may not be cut."""
     from invariant_adam.kernels.conv_square import Geometry, conv_groups, ways
-    from invariant_adam.kernels.conv_square import triton as conv
     from invariant_adam.kernels.gemm_square import triton as gemm
 
     monkeypatch.setattr(chip, "of", lambda device: has)
     monkeypatch.setattr(gemm, "_known", {})
-    monkeypatch.setattr(conv, "_known", {})
+    monkeypatch.setattr(ways, "_plans", {})
     gemm._cut.cache_clear()
     G, X = (torch.randn(4, 40, width) for width in (72, 136))
     pairs = [(gemm.gemm_square(G, X), G.double().transpose(1, 2) @ X.double())]

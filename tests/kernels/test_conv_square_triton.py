@@ -129,7 +129,7 @@ def test_which_ways_there_are():
     assert names(geometry((72, 64, 3, 3)), (8, 8)) == ["implicit", "library"]
     assert names(geometry((24, 4, 3, 3), groups=3)) == ["implicit", "library"]
     assert names(geometry((24, 4, 3, 3), groups=4)) == ["implicit", "merged", "library"]
-    assert names(geometry((8, 1, 3, 3), groups=8)) == ["implicit", "merged", "library"]
+    assert names(geometry((8, 1, 3, 3), groups=8)) == ["window", "implicit", "merged", "library"]
 
 
 def test_no_way_is_coarser_than_convolutions_may_be():
@@ -165,7 +165,7 @@ def test_the_fastest_way_is_found_and_kept(monkeypatch, tmp_path):
     for again in range(3):
         if again == 2:  # as a new process, that does not tune
             monkeypatch.delenv("INVARIANT_ADAM_TUNE")
-            ways._configs.clear()
+            ways._plans.clear()
             tuning._load.cache_clear()
         assert close(ways.conv_square(G, X, geo), expected(G, X, geo), 1e-5)
         assert set(ran) == ({"library"} if again else {"packed", "implicit", "unfold", "library"})
@@ -173,7 +173,7 @@ def test_the_fastest_way_is_found_and_kept(monkeypatch, tmp_path):
     (file,) = tmp_path.iterdir()
     ((config,),) = (kept.values() for kept in json.loads(file.read_text()).values())
     assert "library" in config
-    ways._configs.clear()
+    ways._plans.clear()
     tuning._load.cache_clear()
 
 
@@ -184,7 +184,7 @@ def test_every_way_is_captured(monkeypatch, tmp_path, geo):
     """A graph's replays see new operands; a shape that is new in a capture is not measured there."""
     monkeypatch.setenv("INVARIANT_ADAM_CACHE", str(tmp_path))
     tuning._load.cache_clear()
-    ways._configs.clear()
+    ways._plans.clear()
     G, X = operands(geo, 3, 2, (9, 7))
     c = torch.rand(3).to(DEVICE)
     for way, config in first_of_each_way(G, X, geo).items():
@@ -199,7 +199,7 @@ def test_every_way_is_captured(monkeypatch, tmp_path, geo):
             t.normal_()
         graph.replay()
         assert close(made, expected(G, X, geo, c), 1e-5), way
-    ways._configs.clear()
+    ways._plans.clear()
     assert not list(tmp_path.iterdir())
 
 
@@ -297,10 +297,71 @@ def test_folds_into_moments(way, pieces, channels_last):
         for a, b, old, new in zip(keep, gain, (m, v), expected(G, X, geo), strict=True)
     ]
     config = first_of_each_way(G, X, geo)[way]._replace(pieces=pieces)
-    assert ways.folds(config, G, geo, m)
+    assert ways.plan_of(G.flatten(0, 1), X.flatten(0, 1), geo, 4, config=config).folds(m)
     ways.conv_square(G, X, geo, into=Fold(m, v, keep, gain, count), config=config)
     assert close((m, v), want, 1e-5)
     assert count.item() == 20 * 9
+
+
+@pytest.mark.parametrize("way", ["window", "implicit"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_depthwise_pair_folds_into_moments(way, channels_last):
+    geo = geometry((20, 1, 3, 5), (1, 2), (1, 2), groups=10, channels_last=channels_last)
+    G, X = operands(geo, 4, 5, (7, 9))
+    X[2, 0, 3] = torch.nan  # two channels of the gradient
+    format = torch.channels_last if channels_last else torch.contiguous_format
+    m, v = (torch.rand(geo.weight).to(DEVICE).contiguous(memory_format=format) for _ in range(2))
+    count = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    want = [0.9 * m.double(), 0.99 * v.double()]
+    for old, gain, new in zip(want, (-0.5, 0.25), expected(G, X, geo), strict=True):
+        old += gain * torch.nan_to_num(new, nan=0.0)
+    config = first_of_each_way(G, X, geo)[way]
+    assert ways.plan_of(G.flatten(0, 1), X.flatten(0, 1), geo, 4, config=config).folds(m)
+    ways.conv_square(G, X, geo, into=Fold(m, v, (0.9, 0.99), (-0.5, 0.25), count), config=config)
+    assert close((m, v), want, 1e-5)
+    assert count.item() == 2 * 15
+
+
+@pytest.mark.parametrize(
+    ("taps", "stride", "padding", "size"),
+    [
+        ((7, 7), (1, 1), (3, 3), (7, 7)),  # one step a row
+        ((3, 3), (2, 2), (1, 1), (12, 18)),  # nine positions a row: two steps, and some wasted
+        ((5, 5), (1, 1), (2, 2), (3, 3)),  # a window wider than the image
+        ((2, 3), (1, 3), (0, 0), (6, 17)),  # no input is seen twice
+        ((3, 4), (3, 1), (1, 0), (10, 26)),
+    ],
+)
+@pytest.mark.parametrize(("channels", "images"), [(20, 9), (40, 2)])
+def test_windows_slide_over_rows(taps, stride, padding, size, channels, images):
+    geo = geometry((channels, 1, *taps), stride, padding, groups=channels)
+    G, X = operands(geo, 3, images, size)
+    config = first_of_each_way(G, X, geo)["window"]
+    first, again = (ways.conv_square(G, X, geo, config=config) for _ in range(2))
+    assert close(first, expected(G, X, geo), 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    X[1, 0, 5, -1, -1] = torch.inf  # its products are not finite, and no other ones
+    for got, want in zip(ways.conv_square(G, X, geo, config=config), expected(G, X, geo), strict=True):
+        assert torch.equal(got.isfinite(), want.isfinite())
+
+
+@pytest.mark.parametrize(("images", "size"), [(8, (1, 1)), (3, (1, 1)), (2, (2, 3))])
+def test_a_product_of_few_rows(monkeypatch, images, size):
+    """As in squeeze-and-excite blocks: fewer rows than the kernel takes at a time."""
+    monkeypatch.setattr(ways.products, "fused", pytest.importorskip("invariant_adam.kernels.gemm_square.triton"))
+    geo = geometry((24, 40, 1, 1), padding=(0, 0))
+    G, X = operands(geo, 5, images, size)
+    c = torch.rand(5).to(DEVICE)
+    config = first_of_each_way(G, X, geo)["product"]
+    plan = ways.Plan(geo, 5, images * size[0] * size[1], config)
+    g, x = G.flatten(0, 1), X.flatten(0, 1)
+    made = plan(g, x, c)
+    assert [t.shape for t in made] == [geo.weight] * 2
+    assert close(made, expected(G, X, geo, c), 1e-5)
+    m, v = (torch.zeros(geo.weight, device=DEVICE) for _ in range(2))
+    assert plan.folds(m)
+    plan(g, x, c, Fold(m, v, (0.9, 0.99), (1.0, 1.0), torch.zeros((), dtype=torch.int64, device=DEVICE)))
+    assert close((m, v), expected(G, X, geo, c), 1e-5)
 
 
 @pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
@@ -311,7 +372,8 @@ def test_folds_into_moments(way, pieces, channels_last):
 def test_in_one_pass(monkeypatch, compiled, way):
     """Each way in a network, the pairs left and folded as they are made, against the loop."""
     monkeypatch.setattr(kernels, "fused", ways)
-    monkeypatch.setattr(kernels, "takes_fused", lambda G, X, geo: G.shape[0] > 1 and ways.serves(G, X, geo))
+    monkeypatch.setattr(kernels, "takes_fused", lambda G, X, geo, kappa: kappa > 1 and ways.serves(G, X, geo))
+    monkeypatch.setattr(ways, "_plans", {})
     if way is not None:
 
         def this_one(G, X, geo, c):
@@ -320,8 +382,13 @@ def test_in_one_pass(monkeypatch, compiled, way):
 
         monkeypatch.setattr(ways, "best", this_one)
     folded = []
-    plain = ways.conv_square
-    monkeypatch.setattr(ways, "conv_square", lambda *a, **k: folded.append(k.get("into")) or plain(*a, **k))
+    plain = ways.Plan.__call__
+
+    def noted(plan, G, X, c=None, into=None):
+        folded.append(into)
+        return plain(plan, G, X, c, into)
+
+    monkeypatch.setattr(ways.Plan, "__call__", noted)
     torch.manual_seed(0)
     first = nn.Sequential(
         nn.Conv2d(3, 8, 3, 2, padding=1),

@@ -123,6 +123,25 @@ def test_an_optimizer_that_takes_pairs_as_they_are_made_may_come_and_go(net):
         assert torch.equal(p, q)
 
 
+def test_a_weight_in_channels_last_is_not_where_an_optimizer_takes_its_pairs(looks):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3)).double().to(memory_format=torch.channels_last)
+    nets = [net, copy.deepcopy(net)]
+    opts = [ia.InvariantAdam(n.parameters(), lr=0.01, micro_batch_size=2, tuned_batch_size=4) for n in nets]
+    for _ in range(3):
+        x = torch.randn(4, 3, 7, 7, dtype=torch.float64)
+        looks.clear()
+        with ia.one_pass(net, 2, into=opts[0]):
+            net(x).square().mean().backward()
+        for part in x.split(2):
+            nets[1](part).square().mean().backward()
+        for opt in opts:
+            opt.step()
+    assert looks == ["conv2d"]  # of the inputs, which are not differentiable
+    for p, q in zip(*(n.parameters() for n in nets), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def test_a_loop_in_the_same_context_is_one_micro_batch(net):
     """A mini-batch of one micro-batch has no squares that could tell of its gradients."""
     opt = ia.InvariantAdam(net.parameters(), lr=1e-2, micro_batch_size=2, tuned_batch_size=8)

@@ -188,8 +188,12 @@ class MiniBatch:
             return
         for w in use.weights:
             h = w.handle
-            if w.value is not None and (h is None or not h.direct or h.tag is not h.entry.companion):
+            if w.value is not None and (h is None or not h.direct):
                 return
+            if h is not None and h.tag is not h.entry.companion:
+                if not w.into:
+                    return
+                h.tag = h.entry.companion  # a ticket has its place; what is kept must hold no node (see `handle_of`)
         self.facts.uses[key] = Known(use, x.shape, self.facts.findings.axes, self.sink is not None)
 
     def serve(self, h: Handle, name: str, delivers: bool = True) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import twin
+from .. import cast, twin
 from . import torch as plain
 from .torch import Geometry, conv_backward, conv_groups
 
@@ -18,14 +18,14 @@ __all__ = ["Geometry", "conv_backward", "conv_groups", "conv_square", "fused", "
 fused = twin(__name__, "ways")  # a constant, so that compiled code need not ask
 
 
-def takes_fused(G: Tensor, X: Tensor, geo: Geometry) -> bool:
+def takes_fused(G: Tensor, X: Tensor, geo: Geometry, kappa: int) -> bool:
     """Whether `ways` serve; the gradient of a single group is the library's, and is then squared."""
-    return fused is not None and G.is_cuda and G.shape[0] > 1 and fused.serves(G, X, geo)
+    return fused is not None and kappa > 1 and G.is_cuda and fused.serves(G, X, geo)
 
 
 def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dW and S, each of the weight's shape; c (κ,) weighs the squares."""
-    X = X if X.dtype == G.dtype else X.to(G.dtype)
-    if not takes_fused(G, X, geo):
+    X = cast(X, G.dtype)
+    if not takes_fused(G, X, geo, G.shape[0]):
         return plain.conv_square(G, X, geo, c)
     return fused.conv_square_op(G, X, c, *geo) if is_compiling() else fused.conv_square(G, X, geo, c)

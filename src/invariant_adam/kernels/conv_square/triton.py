@@ -32,7 +32,7 @@ from ..adam import Fold
 from ..adam.triton import put_arguments, put_tile
 from ..gemm_square.triton import round_tf32
 from ..launch import Launch, Tiles, cdiv, next_power_of_2
-from ..sums import row_sums
+from ..ops import pair_of
 from .torch import Geometry
 
 
@@ -133,9 +133,9 @@ def _conv_square(
                 there = X + pixel.to(tl.int64)[:, None] * XW + shift[None, :]
                 y = tl.where(rows < R, y, -(1 << 30))  # outside, too
                 if FLAT:  # few tests for each number: a row is a number of its own here
-                    inside = _below(y[:, None] + down[None, :], H) & _below(x[:, None] + right[None, :], W)
+                    inside = below(y[:, None] + down[None, :], H) & below(x[:, None] + right[None, :], W)
                 else:
-                    inside = (_below(y + dy, H) & _below(x + dx, W))[:, None] & exists[None, :]
+                    inside = (below(y + dy, H) & below(x + dx, W))[:, None] & exists[None, :]
                 v = tl.load(there, mask=inside, other=0.0)
             if PRECISION == "tf32" and g.dtype == tl.float32:
                 g, v = round_tf32(g), round_tf32(v)
@@ -171,7 +171,7 @@ def _conv_square(
 
 
 @triton.jit
-def _below(i, size: tl.constexpr):
+def below(i, size: tl.constexpr):
     """0 ≤ i < size, in one comparison."""
     return i.to(tl.uint32, bitcast=True) < size
 
@@ -241,30 +241,35 @@ def _finish(
 
 
 class Task(NamedTuple):
-    """A convolution's pair to be made."""
+    """A convolution's pair to be made, as float32 or folded into moments."""
 
     G: Tensor  # (κ·m, O, H_out, W_out) in channels-last memory
     X: Tensor  # (κ·m, I, H, W) in channels-last memory; of more channels than the weight's the last are left alone,
     # and where it has fewer, the missing ones are the next pixels'
-    geo: Geometry  # its weight has the shape of D
+    geo: Geometry
     kappa: int  # groups
     c: Tensor | None  # (κ,) float32, weighs the squares
     config: ConvConfig
-    D: Tensor  # where dW goes, or the first moment; of any strides
-    S: Tensor  # where its square goes, or the second moment; of the same strides
-    into: Fold | None = None  # how the pair is folded into D and S; None: it is written there
+    launches: dict[Any, Any]  # of tasks like this one; they differ in addresses, in `c` and in `into`
+    into: Fold | None = None  # the moments that the pair is folded into; None: it is returned
+
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Where the pair goes, of the weight's shape: the moments, or new memory."""
+        if self.into is not None:
+            return self.into.exp_avg, self.into.exp_avg_sq
+        return pair_of(self.G, self.geo.weight, self.geo.channels_last)
 
 
-def implicit(task: Task) -> None:
-    """Make a pair by the implicit GEMM."""
-    G, X, geo, kappa, c, config, D, S, into = task
+def implicit(task: Task, D: Tensor, S: Tensor) -> None:
+    """Make a pair by the implicit GEMM: D and S have the shape of the weight, and the same strides."""
+    G, X, _, _, c, _, launches, into = task
     # The hardware's tile loads (Hopper on) need 16-byte rows and addresses; other loads go by address, masked.
-    aligned = G.data_ptr() % 16 == 0, X.data_ptr() % 16 == 0
-    how = (c is not None, into is not None, torch.backends.cudnn.allow_tf32)
-    key = (geo, G.shape, X.shape, kappa, G.dtype, G.device, aligned, config, D.stride(), how)
-    p = _known.get(key)
+    tf32 = G.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+    how = (c is not None, into is not None, tf32)
+    key = (G.data_ptr() % 16 == 0, X.data_ptr() % 16 == 0, D.stride(), how)
+    p = launches.get(key)
     if p is None:
-        p = _known[key] = ConvLaunches(task, *how)
+        p = launches[key] = ConvLaunches(task, D, *how)
     partial = None if p.partial is None else torch.empty(p.partial, device=G.device)
     fold = put_arguments(into)
     g, x = G if p.of_g is None else p.of_g.of(G), X if p.of_x is None else p.of_x.of(X)
@@ -273,14 +278,10 @@ def implicit(task: Task) -> None:
         p.finish(partial, c, D, S, *fold)
 
 
-# What the launches depend on -> the launches, which a layer needs in every update.
-_known: dict[tuple[Any, ...], ConvLaunches] = {}
-
-
 class ConvLaunches:
     """The kernel as it starts for a task like this one, and the one that adds up pieces, if there are any."""
 
-    def __init__(self, task: Task, weighted: bool, into: bool, tf32: bool) -> None:
+    def __init__(self, task: Task, D: Tensor, weighted: bool, into: bool, tf32: bool) -> None:
         G, X, geo, kappa, _, config = task[:6]
         (n, wide, height, width), (high, across) = X.shape, G.shape[2:]
         images = n // kappa
@@ -317,11 +318,11 @@ class ConvLaunches:
         self.partial = (rest * pieces, 1 if split else 2, bm, bn) if split or pieces > 1 else None
         common = {
             "CO": out, "KAPPA": kappa, "whole": whole, "rest": rest, "parts": parts,
-            **dict(zip(("s0", "s1", "s2", "s3"), task.D.stride(), strict=True)), "CI": inner, "KH": kh, "KW": kw,
+            **dict(zip(("s0", "s1", "s2", "s3"), D.stride(), strict=True)), "CI": inner, "KH": kh, "KW": kw,
             "BM": bm, "BN": bn, "FLAT": flat, "HAS_C": weighted, "SPLIT": split,
         }  # fmt: skip
         self.start = Launch(
-            _conv_square, (whole + rest * pieces,), **common, **_sizes(G.shape, X.shape, geo),
+            _conv_square, (whole + rest * pieces,), **common, **sizes(G.shape, X.shape, geo),
             R=rows, IMAGES=images, STEPS=steps, GW=G.shape[1], size=size, BK=bk, BI=by[0], BY=by[1], BX=by[2],
             DESCRIPTORS=loads[0], BOXES=load is not None, STRIPS=strips, PRECISION=chip.precision(G.device, tf32),
             INTO=into and not split, num_warps=config.warps,
@@ -334,8 +335,7 @@ class ConvLaunches:
             self.finish = Launch(_finish, (rest, bm * bn // 128), **common, **how)
 
 
-@lru_cache(maxsize=1024)
-def _sizes(g: torch.Size, x: torch.Size, geo: Geometry) -> dict[str, int]:
+def sizes(g: torch.Size, x: torch.Size, geo: Geometry) -> dict[str, int]:
     """Arguments of kernels: the sizes of images of shapes g and x, and where taps are in them."""
     names = ("XW", "H", "W", "HO", "WO", "SY", "SX", "PY", "PX", "DY", "DX")
     return dict(zip(names, (*x[1:], *g[2:], *geo.stride, *geo.padding, *geo.dilation), strict=True))
@@ -398,74 +398,6 @@ def divide(tiles: int, kappa: int, rows: int, config: ConvConfig, multiprocessor
     if pieces == 1:
         return tiles, kappa, 0
     return tiles - rest, -(-kappa // pieces), pieces // kappa if alone else 0
-
-
-@triton.jit
-def _depthwise_sums(
-    G, X, partial, OUT, R, IMAGES, CHUNK, XW,
-    MULT: tl.constexpr, KW: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
-    SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Σ_r G[r, o] X[at(r) + tap, o // MULT] over a chunk of a group's rows, for a row of taps: G is read once for it.
-
-    Tiles are (taps, rows, channels); the inputs of neighbouring taps are mostly the same, and in the cache.
-    """
-    chunks = tl.cdiv(R, CHUNK)
-    k, chunk = tl.program_id(2) // chunks, tl.program_id(2) % chunks
-    o, taps = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BT)
-    dy, dx = tl.program_id(1) * DY - PY, taps * DX - PX
-    total = tl.zeros((BT, BK, BC), tl.float32)
-    first = chunk * CHUNK
-    end = tl.minimum(first + CHUNK, R)
-    for r in tl.range(first, end, BK):
-        rows = r + tl.arange(0, BK)
-        place = rows % (HO * WO)
-        y, x = place // WO * SY + dy, (place % WO * SX)[None, :] + dx[:, None]
-        pixel = (((k * IMAGES + rows // (HO * WO)) * H + y) * W)[None, :] + x
-        seen = (rows < end) & _below(y, H)
-        inside = seen[None, :] & _below(x, W) & (taps < KW)[:, None]
-        here = G + (k * R + rows).to(tl.int64)[:, None] * OUT + o[None, :]
-        g = tl.load(here, mask=seen[:, None] & (o < OUT)[None, :], other=0.0)
-        there = X + pixel.to(tl.int64)[:, :, None] * XW + (o // MULT)[None, None, :]
-        v = tl.load(there, mask=inside[:, :, None] & (o < OUT)[None, None, :], other=0.0)
-        total += g.to(tl.float32)[None, :, :] * v.to(tl.float32)
-    row = (k * chunks + chunk) * tl.num_programs(1) + tl.program_id(1)
-    at = (row * KW + taps).to(tl.int64)[:, None] * OUT + o[None, :]
-    tl.store(partial + at, tl.sum(total, 1), mask=(taps < KW)[:, None] & (o < OUT)[None, :])
-
-
-def depthwise(task: Task) -> None:
-    """Make the pair where each output channel sees one input channel: by sums of products."""
-    G, X, geo, kappa, c, _, D, S, _ = task
-    out, _, kh, kw = geo.weight
-    start, chunks = _depthwise(G.shape, X.shape, geo, kappa, chip.of(G.device).multiprocessors)
-    partial = torch.empty(kappa, chunks, kh * kw * out, device=G.device)
-    start(G, X, partial)
-    _, pair = row_sums(partial, c)
-    for result, sums in zip((D, S), pair, strict=True):
-        result.copy_(sums.view(kh, kw, 1, out).permute(3, 2, 0, 1))
-
-
-@lru_cache(maxsize=256)
-def _depthwise(g: torch.Size, x: torch.Size, geo: Geometry, kappa: int, multiprocessors: int) -> tuple[Launch, int]:
-    """The launch of `_depthwise_sums`, and into how many chunks it cuts a group's rows."""
-    out, _, kh, kw = geo.weight
-    images = g[0] // kappa
-    rows = images * g[2] * g[3]
-    bc, taps = min(64, max(16, next_power_of_2(out))), next_power_of_2(kw)
-    bk = max(1, 8192 // (taps * bc))  # 64 numbers of a tile for each thread
-    across = cdiv(out, bc)
-    # Enough blocks for the chip, of at least 512 rows each.
-    wanted = cdiv(8 * multiprocessors, across * kh * kappa)
-    chunk = cdiv(rows, max(1, min(wanted, rows // 512)))
-    chunks = cdiv(rows, chunk)
-    start = Launch(
-        _depthwise_sums, (across, kh, kappa * chunks), OUT=out, R=rows, IMAGES=images, CHUNK=chunk,
-        **_sizes(g, x, geo), MULT=out // geo.groups, KW=kw, BT=taps, BK=bk, BC=bc, num_warps=4,
-    )  # fmt: skip
-    return start, chunks
 
 
 @triton.jit

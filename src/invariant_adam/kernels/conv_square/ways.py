@@ -1,6 +1,7 @@
 """The ways to a convolution's pair on a GPU, and which of them a convolution takes.
 
-    implicit  the implicit GEMM of `triton`, or its sums of products for a depthwise convolution
+    implicit  the implicit GEMM of `triton`, or the sums of products of `depthwise`
+    window    such sums for rows of taps that slide along rows of the image
     padded    the same on an output gradient with sides for tile loads, the next powers of two: see `box`
     packed    the same for few input channels: the taps of a row, neighbours in memory, become channels
     merged    the same for narrow channel groups, several as one: most products are not wanted, but fill the tiles
@@ -22,13 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chip, tuning
+from .. import cast, chip, tuning
 from .. import gemm_square as products
 from ..adam import Fold
 from ..launch import cdiv, next_power_of_2
 from ..ops import FLOATS, operator, pair_of
+from .depthwise import depthwise, slides
 from .torch import Geometry, one_by_one
-from .triton import ConvConfig, Task, box, boxed, depthwise, implicit, pack
+from .triton import ConvConfig, Task, box, boxed, implicit, pack
 
 # Unfolded inputs are tried up to so many columns and bytes; wider ones cost more than the product.
 UNFOLDED_COLUMNS = 256
@@ -39,7 +41,7 @@ def serves(G: Tensor, X: Tensor, geo: Geometry) -> bool:
     """Whether there are other ways than the library's: 2-d, not transposed, at most 32 bits a number and 2³¹ pixels."""
     if len(geo.stride) != 2 or geo.transposed or G.dtype not in FLOATS or not G.numel():
         return False
-    return max(t.numel() // t.shape[2] for t in (G, X)) < 1 << 31
+    return G.numel() // G.shape[-3] < 1 << 31 and X.numel() // X.shape[-3] < 1 << 31
 
 
 def conv_square(
@@ -49,32 +51,82 @@ def conv_square(
     """dW and S in float32, of G (κ, m, O, H_out, W_out) and X (κ, m, I, H, W); c (κ,) weighs the squares.
 
     Both have the weight's shape, in memory as `geo.channels_last` says. With `into`, they are folded into its moments,
-    which are returned; its configuration must be one that `folds`.
+    which are returned; its plan must be one that `folds`.
     """
-    if config is None:
-        config = best(G, X, geo, c)
-    kappa = G.shape[0]
-    G, X = (t.flatten(0, 1).contiguous(memory_format=torch.channels_last) for t in (G, X))
-    c = None if c is None else c.to(torch.float32)
-    D, S = pair_of(G, geo.weight, geo.channels_last) if into is None else (into.exp_avg, into.exp_avg_sq)
-    WAYS[config.way](Task(G, X, geo, kappa, c, config, D, S, into))
-    return D, S
+    g, x = G.flatten(0, 1), X.flatten(0, 1)
+    return plan_of(g, x, geo, G.shape[0], c, config)(g, x, c, into)
+
+
+class Plan:
+    """How the pairs of one convolution are made; a layer needs it in every update."""
+
+    def __init__(self, geo: Geometry, kappa: int, rows: int, config: ConvConfig) -> None:
+        self.geo, self.kappa, self.config = geo, kappa, config
+        self.run = WAYS[config.way]
+        self.launches: dict[Any, Any] = {}
+        # Whether moments may lie in memory as they like, or as the weight is said to, or are not folded into at all.
+        self.folds_any = config.way in ("implicit", "padded", "window")
+        self.folds_own = config.way == "unfold" or (config.way == "product" and _fused_product(rows))
+        self.format = torch.channels_last if geo.channels_last else torch.contiguous_format
+
+    def __call__(
+        self, G: Tensor, X: Tensor, c: Tensor | None = None, into: Fold | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """dW and S of G (κ·m, O, H_out, W_out) and X (κ·m, I, H, W), of any layout: see `conv_square`."""
+        if not G.is_contiguous(memory_format=torch.channels_last):
+            G = G.contiguous(memory_format=torch.channels_last)
+        if not X.is_contiguous(memory_format=torch.channels_last):
+            X = X.contiguous(memory_format=torch.channels_last)
+        if c is not None:
+            c = cast(c, torch.float32)
+        return self.run(Task(G, X, self.geo, self.kappa, c, self.config, self.launches, into))
+
+    def folds(self, weight: Tensor) -> bool:
+        """Whether this folds into moments that lie as `weight`; a pair of the others is folded when it is made."""
+        return self.folds_any or (self.folds_own and weight.is_contiguous(memory_format=self.format))
+
+
+# What a plan depends on -> the plan.
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def plan_of(
+    G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor | None = None, config: ConvConfig | None = None
+) -> Plan:
+    """The plan for G (κ·m, O, H_out, W_out) and X (κ·m, I, H, W), with this configuration or with the best."""
+    key = (geo, G.shape, X.shape, kappa, G.dtype, G.device, config, _switches(G.dtype))
+    plan = _plans.get(key)
+    if plan is None:
+        rows = G.numel() // (kappa * G.shape[1])
+        g, x = (t.unflatten(0, (kappa, -1)) for t in (G, X))
+        plan = _plans[key] = Plan(geo, kappa, rows, config or best(g, x, geo, c))
+    return plan
 
 
 # --------------------------------------------------------------------------- the ways
 
 
-def _implicit(task: Task) -> None:
-    (depthwise if is_depthwise(task.geo) else implicit)(task)
+def _implicit(task: Task) -> tuple[Tensor, Tensor]:
+    D, S = task.room()
+    (depthwise if is_depthwise(task.geo) else implicit)(task, D, S)
+    return D, S
 
 
-def _padded(task: Task) -> None:
+def _window(task: Task) -> tuple[Tensor, Tensor]:
+    D, S = task.room()
+    depthwise(task, D, S)
+    return D, S
+
+
+def _padded(task: Task) -> tuple[Tensor, Tensor]:
     _, out, height, width = task.G.shape
     G = pack(task.G, *sides(height, width), out)
-    implicit(task._replace(G=G.permute(0, 3, 1, 2)))
+    D, S = task.room()
+    implicit(task._replace(G=G.permute(0, 3, 1, 2)), D, S)
+    return D, S
 
 
-def _packed(task: Task) -> None:
+def _packed(task: Task) -> tuple[Tensor, Tensor]:
     geo, rows, pixel, stride = task.geo, packed(task.geo), _pixel(task.geo), task.geo.stride[1]
     out, width, height, _ = rows.weight
     # X as (N, stride·channels, H, W/stride), its sides padded: output position x begins to look at its pixel x, and the
@@ -84,60 +136,68 @@ def _packed(task: Task) -> None:
     X = room.view(*room.shape[:2], wide, -1).permute(0, 3, 1, 2)
     pair = torch.empty(2, out, height, width, device=task.G.device)
     d, s = pair.movedim(3, 2)[..., None]
-    implicit(task._replace(X=X, geo=rows, D=d, S=s))
+    implicit(task._replace(X=X, geo=rows), d, s)
     taps = pair.unflatten(3, (-1, pixel))[..., : geo.weight[3], : geo.weight[1]]  # (2, O, KH, KW, I)
-    _copy(task, taps.movedim(4, 2))
+    return _copied(task, taps.movedim(4, 2))
 
 
-def _merged(task: Task) -> None:
+def _merged(task: Task) -> tuple[Tensor, Tensor]:
     geo = merged(task.geo)
     many = task.geo.groups // geo.groups
     pair = torch.empty(2, *geo.weight, device=task.G.device)
-    implicit(task._replace(geo=geo, D=pair[0], S=pair[1]))
+    implicit(task._replace(geo=geo), pair[0], pair[1])
     blocks = pair.unflatten(2, (many, -1)).unflatten(1, (geo.groups, many, -1))  # (2, groups, many, O, many, I, ...)
     wanted = blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)
-    _copy(task, (t.reshape(task.geo.weight) for t in wanted))
+    return _copied(task, (t.reshape(task.geo.weight) for t in wanted))
 
 
-def _unfold(task: Task) -> None:
+def _unfold(task: Task) -> tuple[Tensor, Tensor]:
     g, x = (t[:, None].permute(0, 3, 1, 2) for t in matrices(task))  # images of one row, (κ, C, 1, R)
-    d, s = (as_matrix(t, task.geo)[..., None, None] for t in (task.D, task.S))
-    implicit(task._replace(G=g, X=x, geo=one_tap(task.geo), D=d, S=s))
+    D, S = task.room()
+    d, s = (as_matrix(t, task.geo)[..., None, None] for t in (D, S))
+    implicit(task._replace(G=g, X=x, geo=one_tap(task.geo)), d, s)
+    return D, S
 
 
-def _product(task: Task) -> None:
+def _product(task: Task) -> tuple[Tensor, Tensor]:
     g, x = matrices(task)
-    d, s = (as_matrix(t, task.geo) for t in (task.D, task.S))
-    if task.into is not None:
-        products.fused.gemm_square(g, x, task.c, into=task.into._replace(exp_avg=d, exp_avg_sq=s))
-        return
-    _copy(task._replace(D=d, S=s), products.gemm_square(g, x, task.c))
+    if not _fused_product(g.shape[1]):
+        d, s = products.gemm_square(g, x, task.c)
+        d = cast(d, torch.float32)
+    else:
+        d, s = products.fused.gemm_square(g, x, task.c, into=task.into)
+        if task.into is not None:
+            return d, s
+    return d.view(task.geo.weight), s.view(task.geo.weight)  # of one tap: the same memory in both formats
 
 
-def _copy(task: Task, pair: Iterable[Tensor]) -> None:
-    for result, made in zip((task.D, task.S), pair, strict=True):
+def _fused_product(rows: int) -> bool:
+    """Whether a product of so many rows per group is made by Triton's `gemm_square`.
+
+    Also of fewer than 16, where linear layers take plain torch: zeros fill up the 16 that the kernel takes at a time,
+    and cost less than a dozen calls that walk over all groups' products.
+    """
+    return products.fused is not None and products.method(rows) == "products"
+
+
+def _copied(task: Task, pair: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    D, S = task.room()
+    for result, made in zip((D, S), pair, strict=True):
         result.copy_(made)
+    return D, S
 
 
-def _library(task: Task) -> None:
+def _library(task: Task) -> tuple[Tensor, Tensor]:
     G, X = (t.unflatten(0, (task.kappa, -1)) for t in (task.G, task.X))
-    one_by_one(G, X, task.geo, task.c, task.D.zero_(), task.S.zero_())
+    D, S = task.room()
+    one_by_one(G, X, task.geo, task.c, D.zero_(), S.zero_())
+    return D, S
 
 
-WAYS: dict[str, Callable[[Task], None]] = {
-    "implicit": _implicit, "padded": _padded, "packed": _packed, "merged": _merged, "unfold": _unfold,
-    "product": _product, "library": _library,
+WAYS: dict[str, Callable[[Task], tuple[Tensor, Tensor]]] = {
+    "implicit": _implicit, "padded": _padded, "packed": _packed, "merged": _merged, "window": _window,
+    "unfold": _unfold, "product": _product, "library": _library,
 }  # fmt: skip
-
-
-def folds(config: ConvConfig, G: Tensor, geo: Geometry, weight: Tensor) -> bool:
-    """Whether this way folds into moments that lie as `weight`; a pair of the others is folded when it is made."""
-    if config.way in ("implicit", "padded"):
-        return not is_depthwise(geo)
-    format = torch.channels_last if geo.channels_last else torch.contiguous_format
-    if config.way in ("packed", "merged", "library") or not weight.is_contiguous(memory_format=format):
-        return False
-    return config.way == "unfold" or (products.fused is not None and _rows(G) >= 16)
 
 
 # --------------------------------------------------------------------------- one convolution as another
@@ -169,6 +229,10 @@ def matrices(task: Task) -> tuple[Tensor, Tensor]:
     G, X, geo, kappa = task[:4]
     _, kh, kw = geo.weight[1:]
     (height, width), (sy, sx), (dy, dx) = G.shape[2:], geo.stride, geo.dilation
+    rows = len(G) // kappa * height * width
+    g = G.as_strided((kappa, rows, G.shape[1]), (rows * G.shape[1], G.shape[1], 1))  # one call in place of two
+    if has_one_tap(geo) and geo.stride == (1, 1):
+        return g, X.as_strided((kappa, rows, X.shape[1]), (rows * X.shape[1], X.shape[1], 1))
     if any(geo.padding):
         X = F.pad(X, (geo.padding[1],) * 2 + (geo.padding[0],) * 2)
     pixels = X.permute(0, 2, 3, 1)
@@ -184,7 +248,7 @@ def matrices(task: Task) -> tuple[Tensor, Tensor]:
         columns = X.new_empty(*places, cdiv(many, 8) * 8)
         columns[..., :many].unflatten(-1, found.shape[3:]).copy_(found)
         columns[..., many:] = 0.0
-    return G.permute(0, 2, 3, 1).reshape(kappa, -1, G.shape[1]), columns.view(kappa, -1, columns.shape[-1])
+    return g, columns.view(kappa, -1, columns.shape[-1])
 
 
 def sides(height: int, width: int) -> tuple[int, int]:
@@ -224,21 +288,15 @@ def _pixel(geo: Geometry) -> int:
 
 # --------------------------------------------------------------------------- which one is taken
 
-# What `best` looks at -> its configuration, which a layer needs in every update.
-_configs: dict[tuple[Any, ...], ConvConfig] = {}
-
 
 def best(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> ConvConfig:
     """The way that is best for these operands, (κ, m, C, H, W), and its configuration: see `tuning`."""
-    key = (geo, G.shape, X.shape, G.dtype, G.device, _switches(G.dtype))
-    if key not in _configs:
-        first, *others = candidates(G, X, geo)
-        sizes = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation, *X.shape[3:], *G.shape[1::-1])
-        shape = (*sizes, int(geo.channels_last), str(G.dtype), *_switches(G.dtype))
-        _configs[key] = tuning.best(
-            "conv_square", shape, G.device, first, lambda: others, lambda how: conv_square(G, X, geo, c, config=how)
-        )
-    return _configs[key]
+    first, *others = candidates(G, X, geo)
+    sizes = (*geo.weight, geo.groups, *geo.stride, *geo.padding, *geo.dilation, *X.shape[3:], *G.shape[1::-1])
+    shape = (*sizes, int(geo.channels_last), str(G.dtype), *_switches(G.dtype))
+    return tuning.best(
+        "conv_square", shape, G.device, first, lambda: others, lambda how: conv_square(G, X, geo, c, config=how)
+    )
 
 
 def _switches(dtype: torch.dtype) -> tuple[int, ...]:
@@ -251,7 +309,7 @@ def _switches(dtype: torch.dtype) -> tuple[int, ...]:
 def candidates(G: Tensor, X: Tensor, geo: Geometry) -> list[ConvConfig]:
     """Every way of these operands, (κ, m, C, H, W), with what may be its best; unmeasured, the first is taken."""
     if is_depthwise(geo):
-        ways = {"implicit": [ConvConfig()]}
+        ways = {way: [ConvConfig()] for way in ("window", "implicit") if way == "implicit" or slides(geo)}
     elif has_one_tap(geo):
         ways = _of_one_tap(G, geo)
     else:

@@ -9,34 +9,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...kernels import cast
 from ...kernels import conv_square as kernels
 from ...kernels.conv_square import Geometry, conv_backward
 from ...kernels.ops import operator
-from ..groups import UnsupportedUse
+from ..groups import Groups, UnsupportedUse
 from ..into import sink, ticket, ticket_shape
 from ..mini_batch import MiniBatch
-from ..weight import names_of
+from ..weight import Weight, names_of
 from . import base
 
 
-def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> None:
-    """Fold the pair of the parameter `key` from the operands of `conv_square`, in its epilogue where that can."""
+def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor | None) -> None:
+    """Fold the pair of the parameter `key`, in the kernel's epilogue where that can, of κ groups of images G and X."""
     taker = sink()
     with torch._C.DisableTorchFunctionSubclass():
         entry = taker.claim(key)
         if entry is None:
             return
-        X = X.to(G.dtype)
-        if kernels.takes_fused(G, X, geo):
-            fused = kernels.fused
-            config = fused.best(G, X, geo, c)
-            target = taker.target(entry) if fused.folds(config, G, geo, entry.param) else None
-            if target is not None:
-                fused.conv_square(G, X, geo, c, into=target, config=config)
-                return
-        taker.fold(entry, *kernels.conv_square(G, X, geo, c))
+        X = cast(X, G.dtype)
+        if not kernels.takes_fused(G, X, geo, kappa):
+            g, x = (t.unflatten(0, (kappa, -1)) for t in (G, X))
+            taker.fold(entry, *kernels.conv_square(g, x, geo, c))
+            return
+        plan = kernels.fused.plan_of(G, X, geo, kappa, c)
+        target = taker.target(entry) if plan.folds(entry.param) else None
+        pair = plan(G, X, c, target)
+        if target is None:
+            taker.fold(entry, *pair)
 
 
 @operator(
@@ -47,18 +49,39 @@ def _into_convolution(G: Tensor, X: Tensor, c: Tensor | None, geometry: list[int
     weight, stride, padding, dilation, output_padding = (tuple(islice(left, k)) for k in (n + 2, n, n, n, n))
     groups, transposed, last = left
     geo = Geometry(weight, stride, padding, dilation, bool(transposed), output_padding, groups, bool(last))
-    _fold(key, G, X, geo, c)
+    _fold(key, G.flatten(0, 1), X.flatten(0, 1), geo, G.shape[0], c)
     return ticket(G)
 
 
 def _into(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> Any:
-    if not torch.compiler.is_compiling():
-        return _fold(key, G, X, geo, c)
     sizes = *geo.weight, *geo.stride, *geo.padding, *geo.dilation, *geo.output_padding
     return _into_convolution(G, X, c, [*sizes, geo.groups, int(geo.transposed), int(geo.channels_last)], key)
 
 
 CONV = base.Kernel(kernels.conv_square, kernels.conv_groups, _into)
+
+
+def _deliver(groups: Groups, weight: Weight, g: Tensor, x: Tensor, geo: Geometry) -> base.Gradients:
+    """`base.deliver`; groups of one size go as they are to kernels that divide a batch themselves."""
+    if len(groups.stretches) == 1 and not weight.handle.grouped and not is_compiling():
+        kappa, c = groups.kappa, groups.c
+        if weight.into:
+            _fold(weight.handle.entry.key, g, x, geo, kappa, c)
+            return base.NOTHING
+        x = cast(x, g.dtype)
+        if kernels.takes_fused(g, x, geo, kappa):
+            return base.hand_over(weight, *kernels.fused.plan_of(g, x, geo, kappa, c)(g, x, c))
+    operands = [(G, X, geo) for G, X in zip(groups.stack(g, 0), groups.stack(x, 0), strict=True)]
+    return base.deliver(groups, weight, CONV, operands)
+
+
+def _deliver_bias(groups: Groups, weight: Weight, g: Tensor) -> base.Gradients:
+    """`base.deliver_places` for images whose samples and places may be rows without a copy."""
+    if len(groups.stretches) == 1 and g.is_contiguous(memory_format=torch.channels_last) and not is_compiling():
+        rows, channels = g.numel() // (groups.kappa * g.shape[1]), g.shape[1]
+        places = g.as_strided((groups.kappa, rows, channels), (rows * channels, channels, 1))
+        return base.deliver_rows(groups, weight, [places])
+    return base.deliver_places(groups, weight, groups.stack(g, 0))
 
 
 class Conv(base.Squaring):
@@ -68,28 +91,25 @@ class Conv(base.Squaring):
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
         geo = use.settings
         weight = cast(w, x.dtype)  # autocast knows conv2d, but not the one below: the weights follow x
-        ctx.save_for_backward(x, w if torch.compiler.is_compiling() else weight.detach())
+        ctx.save_for_backward(x, w if is_compiling() else weight.detach())
         ctx.use = use
         b = None if b is None else cast(b, x.dtype)
-        taps = geo.stride, geo.padding, geo.dilation, geo.transposed, geo.output_padding, geo.groups
-        return torch.convolution(x, weight, b, *taps)
+        return torch.convolution(x, weight, b, *geo[1:7])  # from the stride to the channel groups
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         groups, geo = ctx.use.groups, ctx.use.settings
         dx, pair, pair_b = None, base.NOTHING, base.NOTHING
+        seen = cast(x, g.dtype)
         if ctx.needs_input_grad[0]:
             base.refuse_penalty("a convolution", ctx.use)
-            dx = conv_backward(g, cast(x, g.dtype), cast(w, g.dtype), geo, [True, False, False])[0]
-            dx = cast(dx, x.dtype)
+            dx = cast(conv_backward(g, seen, cast(w, g.dtype), geo, (True, False, False))[0], x.dtype)
         weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
-        Gs = groups.stack(g, 0)
         if weight is not None:
-            operands = [(G, X, geo) for G, X in zip(Gs, groups.stack(x, 0), strict=True)]
-            pair = base.deliver(groups, weight, CONV, operands)
+            pair = _deliver(groups, weight, g, seen, geo)
         if bias is not None:
-            pair_b = base.deliver_places(groups, bias, Gs)
+            pair_b = _deliver_bias(groups, bias, g)
         return base.returned(ctx, dx, pair, pair_b)
 
 
@@ -115,18 +135,44 @@ def convolution(
             f"{names_of([mini.handle_of(weight), mini.handle_of(bias)])} goes through {name} with an input of shape "
             f"{tuple(x.shape)} without a batch dimension; add one"
         )
-    dilation, more = _sizes(dilation, n), [0]
-    if padding == "same":  # as torch does it: what is odd comes after, before the convolution pads both sides
-        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        padding, more = [t // 2 for t in total], [v for t in reversed(total) for v in (0, t % 2)]
     last = n == 2 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
-    taps = _sizes(stride, n), _sizes(0 if isinstance(padding, str) else padding, n), dilation
-    geo = Geometry(tuple(weight.shape), *taps, transposed, _sizes(output_padding, n), groups, last)
+    given = (stride, padding, dilation, groups, transposed, output_padding, last)
+    geo, more = _geometry(weight.shape, *given) if is_compiling() else _known_geometry(weight.shape, given)
     use = base.use_of(mini, name, x, n + 1, (weight, bias), geo)
     if use is None:
         return NotImplemented
     x = base.autocast(x)
-    return base.call(Conv, F.pad(x, more) if any(more) else x, use)
+    return base.call(Conv, F.pad(x, more) if more else x, use)
+
+
+def _geometry(
+    shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, transposed: bool, output_padding: Any, last: bool
+) -> tuple[Geometry, list[int] | None]:
+    """The geometry of a convolution by the arguments of torch's, and what its input is padded by before."""
+    n, more = len(shape) - 2, None
+    dilation = _sizes(dilation, n)
+    if padding == "same":  # as torch does it: what is odd comes after, before the convolution pads both sides
+        total = [d * (k - 1) for d, k in zip(dilation, shape[2:], strict=True)]
+        padding = [t // 2 for t in total]
+        if any(t % 2 for t in total):
+            more = [v for t in reversed(total) for v in (0, t % 2)]
+    taps = _sizes(stride, n), _sizes(0 if isinstance(padding, str) else padding, n), dilation
+    return Geometry(tuple(shape), *taps, transposed, _sizes(output_padding, n), groups, last), more
+
+
+def _known_geometry(shape: torch.Size, given: tuple[Any, ...]) -> tuple[Geometry, list[int] | None]:
+    """`_geometry`, which a layer needs in every forward."""
+    key = (shape, given)
+    try:
+        found = _geometries.get(key)
+    except TypeError:  # lists of numbers are no keys
+        return _geometry(shape, *given)
+    if found is None:
+        found = _geometries[key] = _geometry(shape, *given)
+    return found
+
+
+_geometries: dict[tuple[Any, ...], tuple[Geometry, list[int] | None]] = {}
 
 
 @base.operation("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", line=_line)
