@@ -157,6 +157,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         devices = {entry.companion.device for entry in entries}
         for device in devices:
             make_ready(device)
+        if len(devices) == 1:
+            self.undo.append(_CallingThread())
         if self.into is not None:
             for device in devices - tickets.keys():
                 tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
@@ -374,6 +376,20 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             square = square if entry.places is None else entry.shaped(square)
         p.grad = entry.before
         return pair.Pair(grad, square, mini.kappa, mini.scale)
+
+
+class _CallingThread:
+    """Backwards run in the thread that calls them, until `remove`.
+
+    torch has a thread for each GPU, so that several work at once. With one GPU that only takes Python's Functions and
+    hooks to another core, whose caches know nothing of them: a fifth of a host-bound update.
+    """
+
+    def __init__(self) -> None:
+        self.mode = torch.autograd.set_multithreading_enabled(False)
+
+    def remove(self) -> None:
+        self.mode.__exit__(None, None, None)
 
 
 def _batch_size(args: Any, kwargs: Any, axis: int) -> int:

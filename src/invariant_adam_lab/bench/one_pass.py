@@ -336,7 +336,8 @@ def measure(
             if turn is not None and ceilings is None:
                 tell("waiting for the others")
                 if device.type == "cuda":
-                    torch.cuda.empty_cache()  # which they need while this command waits
+                    gc.collect()
+                    torch.cuda.empty_cache()  # they need the memory while this command waits
                 turn.wait()
                 rows.read()
             if ceilings is None:

@@ -183,7 +183,7 @@ def captured(work: Work, first: int = 1) -> Work:
 def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Measure the bandwidth of a copy and the rate of a square product of `dtype`."""
     gpu = device.type == "cuda"
-    source, target = (torch.randn(2**30 if gpu else 2**24, device=device) for _ in range(2))
+    source, target = (torch.randn(2**28 if gpu else 2**24, device=device) for _ in range(2))
     side = 8192 if gpu else 1024
     # Random numbers, because constants switch fewer bits, and a chip bound by power runs faster on them.
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
