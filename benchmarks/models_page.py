@@ -38,7 +38,7 @@ def gib(row, own, plain):
 
 
 def ratio_of(row):
-    """The ratio to plain AdamW, and the two that it is the mean of."""
+    """The ratio to plain AdamW, and those of the two times that it was measured."""
     if "error" in row:
         return row["error"].partition(":")[0]
     twice = ", ".join(f"{ratio:.2f}" for ratio in row.get("ratios", ()))
@@ -120,3 +120,16 @@ def before_rows(measured, source):
         yield f"| {model} | {way} | {ms} |"
     yield ""
     yield from source(name, result)
+
+
+def thread_rows(measured):
+    """An update whose backward runs in torch's thread for the GPU, and in the thread that calls it."""
+    for name, result, rows in measured("calling_thread_h200"):
+        ms = {(row["model"], row["batch"], row["method"], row["own_thread"]): row["ms"] for row in rows}
+        yield "| model, eager | method | torch's thread for the GPU, ms | the calling thread, ms |"
+        yield "|---|---|---|---|"
+        for model, batch, method in dict.fromkeys(key[:3] for key in ms):
+            times = " | ".join(f"{ms[model, batch, method, own]:.1f}" for own in (True, False))
+            yield f"| {NAMES[model]}, B={batch} | {'plain AdamW' if method == 'plain' else 'one pass'} | {times} |"
+        yield ""
+        yield f"{result['device']}, torch {result['torch']}; by {result['command']}, kept as `{name}.json`."

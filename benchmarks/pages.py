@@ -160,7 +160,7 @@ def speed_line():
         ]
         yield from prose(
             f"The time of an update in one pass over that of fused AdamW, on an {result['device']}: {', '.join(said)}. "
-            "[Speed](docs/speed.md) says why small images are slow, and has more."
+            "[Speed](docs/speed.md) has models of timm and transformers, and what limits small ones."
         )
 
 
@@ -520,17 +520,24 @@ def matched_rows():
     found = curves.load(ROOT / LAB)
     shown = {}
     for model, _, ours, lr0, _, _ in lab_speed.pairs(found):
-        if lr0 in (1e-4, 1e-3):
-            shown.setdefault(curves.MODELS[model], {})[curves.rate(lr0)] = lab_speed.at_loss(found, model, ours, lr0)
+        cells = shown.setdefault(curves.MODELS[model], {})
+        grown = ours._replace(grow=0.1)
+        sizes = [{run.batch_size for run in found.group(model, series, lr0)} for series in (ours, grown)]
+        cells[curves.rate(lr0), False] = lab_speed.at_loss(found, model, ours, lr0)
+        cells[curves.rate(lr0), True] = lab_speed.at_loss(found, model, grown, lr0) if sizes[0] == sizes[1] else ""
     yield from prose(
         "How many times closer together the training curves of different batch sizes lie than those of standard Adam "
-        "with lr ∝ √B, where both reach the same final loss (10 epochs; below 1 standard Adam's are closer):"
+        "with lr ∝ √B, where both reach the same final loss (10 epochs; below 1 standard Adam's are closer). Empty "
+        "cells are not measured yet:"
     )
     yield ""
     yield "| lr at the largest batch size | " + " | ".join(shown) + " |"
     yield "|---|" + "---|" * len(shown)
     for rate in ("1e-4", "1e-3"):
-        yield f"| {rate} | " + " | ".join(cells[rate] for cells in shown.values()) + " |"
+        for grown in (True, False):
+            cells = [each[rate, grown] for each in shown.values()]
+            if any(cells):
+                yield f"| {rate}{', grown in' if grown else ''} | " + " | ".join(cells) + " |"
 
 
 def claim_rows():
@@ -676,6 +683,7 @@ PAGES = {
         "training": training_rows,
         "limits": on_gpu(models_page.limit_rows),
         "before": on_gpu(models_page.before_rows),
+        "threads": lambda: models_page.thread_rows(measured),
         "shares": share_rows,
         "kernels": kernel_rows,
         "updates": update_rows,

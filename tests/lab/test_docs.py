@@ -476,7 +476,31 @@ def test_growing_in_on_a_cpu_is_what_the_results_page_says_it_is():
     as_is, cut = (measure(found.group("gpt", s, 3e-3), metric="end_train_loss").value
                   for s in (grown._replace(grow=0.0), grown))  # fmt: skip
     least = floor(found, "gpt", grown, 3e-3, "end_train_loss")
-    assert f"it falls from {as_is:.2g} to {cut:.2g} at η₀ = 3e-3, where the order floor is {least:.2g}" in page
+    assert f"falls from {as_is:.2g} to {cut:.2g} at η₀ = 3e-3, where the order floor is {least:.2g}" in page
+
+
+def test_growing_in_on_a_gpu_is_what_the_results_page_says_it_is(lab_results):
+    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    (ours,) = (s for s in lab_results.paper_pair("gpt") if s.algorithm == "invariant")
+    grown = ours._replace(grow=0.1)
+
+    def ratio(series, lr0):
+        sides = [lab_results.group("gpt", s, lr0) for s in (series, series.rival)]
+        below, above = compare(sides)
+        return above.value / below.value
+
+    equal = matched(lab_results, "gpt", grown, 1e-4).ratio
+    assert f"{ratio(grown, 1e-4):.0f} times of {ratio(ours, 1e-4):.1f} at 1e-4 ({equal:.0f} at equal loss)" in page
+    assert f"and {ratio(grown, 1e-5):.0f} of {ratio(ours, 1e-5):.0f} at 1e-5" in page
+
+
+def test_the_speed_page_quotes_the_thread_that_backwards_run_in():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "calling_thread_h200.json").read_text("utf-8"))["rows"]
+    ms = {(row["model"], row["method"], row["own_thread"]): row["ms"] for row in rows}
+    page = " ".join((ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split())
+    vit, resnet = (ms[model, "one-pass", False] / ms[model, "plain", True] for model in dict.fromkeys(k[0] for k in ms))
+    assert f"[{vit:.2f} of plain's time]" in page
+    assert f"and ResNet-18 {resnet:.2f}." in page
 
 
 def test_where_the_page_about_the_paper_disagrees(lab_results):

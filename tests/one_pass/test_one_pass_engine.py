@@ -735,3 +735,21 @@ def test_what_is_known_of_a_model_does_not_keep_it(sink):
         assert not any(p() is not None for p in trained())
     finally:
         gc.enable()
+
+
+def test_backwards_run_in_the_calling_thread_while_a_context_is_open():
+    def enabled() -> bool:
+        return torch._C._is_multithreading_enabled()
+
+    net = nn.Linear(3, 2)
+    for before in (True, False):
+        with torch.autograd.set_multithreading_enabled(before):
+            with one_pass(net, 2):
+                assert not enabled()
+                net(torch.randn(4, 3)).sum().backward()
+            assert enabled() is before
+            with pytest.raises(ZeroDivisionError), one_pass(net, 2):
+                raise ZeroDivisionError
+            assert enabled() is before
+        net.zero_grad()
+        del net.weight.grad_sq, net.bias.grad_sq
