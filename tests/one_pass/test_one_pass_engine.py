@@ -753,3 +753,20 @@ def test_backwards_run_in_the_calling_thread_while_a_context_is_open():
             assert enabled() is before
         net.zero_grad()
         del net.weight.grad_sq, net.bias.grad_sq
+
+
+def test_cudnn_tries_no_algorithms_for_the_check(monkeypatch):
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            asked.append(torch.backends.cudnn.benchmark)
+            return super().forward(x)
+
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    net = Asking(3, 2)
+    with one_pass(net, 2):
+        net(torch.randn(4, 3)).sum().backward()
+    *checks, last = asked
+    assert checks
+    assert not any(checks)
+    assert last

@@ -33,7 +33,7 @@ from ..routing import sample_groups
 from ..weight import Lifted
 from .against_loop import check_gradients, coincides, evaluating, few_of
 from .lengths import extremes, input_sizes, look, surprising
-from .probe import TOLERANCE, Probe, Record, Trial, close, freed, summed_up
+from .probe import TOLERANCE, Probe, Record, Trial, close, freed, setting, summed_up
 from .progress import Progress
 
 
@@ -92,7 +92,8 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
     ghostly = any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules())
     summed = partial(summed_up, batch=groups.batch)
     seen = False  # whether any two micro-batches differ, so that there was something to see
-    with torch.compiler.set_stance("force_eager"):
+    # cuDNN would try its algorithms for shapes and dtypes that no other update has, with gigabytes of workspace.
+    with torch.compiler.set_stance("force_eager"), setting(torch.backends.cudnn, "benchmark", False):
         for _ in range(8):
             base, outputs = trial.run()
             before = facts.findings
