@@ -174,7 +174,7 @@ class FoldQueue:
                 "never has them apart; loop over micro-batches, or set opt.max_micro_norm = None"
             )
         update, reducer = self.update, self.reducer
-        tallies = self.tallies(params)  # refuses before anything changes
+        tallies = [self.tally(p) for p in params]  # refuses before anything changes
         if update.late or update.queued:
             for p, tally in zip(params, tallies, strict=True):
                 if tally.kappa and (p in update.late or p in update.queued):
@@ -255,23 +255,6 @@ class FoldQueue:
         """The tally of `p` in the open update, whose next gradient has come."""
         self.reducer.before_fold(self, p)
         return self.update.tallies.get(p) or self.begin(p)
-
-    def tallies(self, params: list[Tensor]) -> list[Tally]:
-        """`tally` of each; parameters that go on from the same history share most of the work."""
-        if len(params) == 1 or type(self.reducer) is not Reducer:
-            return [self.tally(p) for p in params]
-        known, moments = self.update.tallies, self.moments
-        found: list[Tally] = []
-        before: Any = None
-        for p in params:
-            tally = known.get(p) if known else None
-            if tally is None:
-                history = moments.history(p, moments.follow(p))
-                if history != before:
-                    before, first = history, self.begin(p)
-                tally = first.copy()
-            found.append(tally)
-        return found
 
     def begin(self, p: Tensor) -> Tally:
         """Begin the tally of `p`; it is part of the update once something is counted in it."""
