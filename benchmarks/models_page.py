@@ -15,6 +15,7 @@ NAMES = {
     "timm:efficientnet_b0": "timm EfficientNet-B0",
     "hf:gpt2": "transformers GPT-2 124M, tied",
     "hf:llama": "transformers Llama 0.55B",
+    "benchmarks.models:checkpointed_llama": "transformers Llama 0.55B, checkpointing",
     "resnet18": "our ResNet-18, 32²",
     "gpt2-124m": "our GPT-2 124M",
 }
