@@ -171,11 +171,14 @@ def autocast(x: Tensor) -> Tensor:
 def reduced(w: Any, x: Tensor) -> Any:
     """A weight as autocast hands it to a product with x, for its forward and its backward; None where it does not.
 
-    Torch keeps such a copy for its own backward too. A trace leaves it to the compiler.
+    Torch keeps such a copy for its own backward too, and chooses kernels by whether it is differentiable. A trace
+    leaves it to the compiler.
     """
     if w is None or w.dtype == x.dtype or torch.compiler.is_compiling() or not torch.is_autocast_enabled(x.device.type):
         return None
-    return w.detach().to(x.dtype) if w.is_floating_point() and w.dtype != torch.float64 else None
+    if not w.is_floating_point() or w.dtype == torch.float64:
+        return None
+    return w.detach().to(x.dtype).requires_grad_(w.requires_grad)
 
 
 # What a Function does.
