@@ -382,7 +382,7 @@ class _CallingThread:
     """Backwards run in the thread that calls them, until `remove`.
 
     torch has a thread for each GPU, so that several work at once. With one GPU that only takes Python's Functions and
-    hooks to another core, whose caches know nothing of them: a fifth of a host-bound update.
+    hooks to another core, and an update that waits for the host is longer by a sixth and more (docs/speed_tables.md).
     """
 
     def __init__(self) -> None:
