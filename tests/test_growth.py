@@ -209,3 +209,26 @@ def test_gradients_that_shrink_while_a_run_grows_in_are_no_divided_loss():
                 for _ in x:
                     (w.sum() / max(1.0, opt.queue.update.expected)).backward()
                 opt.step()
+
+
+def test_a_compiled_model_has_one_graph_of_the_whole_mini_batch():
+    """The pieces of the first mini-batches have many sizes, and a graph for all sizes would be slower for good."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    plain, model = mlp(), mlp()
+    compiled, runs = torch.compile(model, backend=counter), []
+    for run, inner in ((plain, plain), (compiled, model)):
+        opt = optimizer_of(inner)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*should not be instantiated")  # by the tracer itself
+            runs.append(train(run, opt, BatchGrowth(opt, 0.5), 64, 16, once=True))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) > 3
+    assert counter.frame_count == 1
+    shapes = [node.meta["example_value"].shape for node in counter.graphs[0].graph.nodes if node.op == "placeholder"]
+    assert all(isinstance(n, int) for shape in shapes for n in shape)
+    assert any(shape[:1] == (16,) for shape in shapes)
+    assert distance(flat(plain.parameters()), flat(model.parameters())) < 1e-12
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -93,7 +93,8 @@ class BatchGrowth:
         ranks = opt.queue.reducer.size
         seen = opt.samples_seen / (opt.micro_batch_size or 1) / ranks
         kappa = grown_kappa(limit, seen, self.ratio, whole=whole, powers_of_two=self.powers_of_two)
-        if kappa < (limit if whole is None else whole):
+        opt.queue.update.part = kappa < (limit if whole is None else whole)
+        if opt.queue.update.part:
             opt.queue.watch.forget()
         opt.expect(kappa * ranks)
         return kappa

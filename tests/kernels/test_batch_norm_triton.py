@@ -107,6 +107,8 @@ def test_a_gradient_of_another_layout(channels):
         for made, want in zip(got, twin.backward(torch.empty_like(x).copy_(g), x, mean, rstd, None, None), strict=True):
             assert torch.equal(made, want)
         assert got[0].stride() == x.stride()
+        assert torch.equal(twin.like(g, x), g)
+        assert twin.like(g, x).stride() == x.stride()
 
 
 @pytest.mark.parametrize(

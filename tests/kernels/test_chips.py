@@ -86,10 +86,19 @@ def test_launches_ask_the_chip(monkeypatch, has, stages, precision):
     assert chip.precision(device, False) == "ieee"
     gemm = pytest.importorskip("invariant_adam.kernels.gemm_square.triton")
     gemm._cut.cache_clear()
-    G = torch.empty(32, 1024, 1536, dtype=torch.bfloat16, device="meta")
-    p = gemm.GemmLaunch(G, G, gemm.GemmConfig(), aligned=True, weighted=False, into=False, tf32=False)
+    even, odd, narrow = (
+        torch.empty(32, 1024, n, dtype=torch.bfloat16, device="meta") for n in (1536, 50257, gemm.WIDE // 2)
+    )
+
+    def launch(G, X):
+        return gemm.GemmLaunch(G, X, gemm.GemmConfig(), (False, False), weighted=False, into=False, tf32=False)
+
+    p = launch(even, even)
+    for G, X, copies in ((even, even, (False, False)), (odd, even, (True, False)), (even, odd, (False, True))):
+        assert (launch(G, X).loads is not None) == has.tile_loads
+        assert launch(G, X).copies == copies
+    assert launch(odd, narrow).loads is None
     gemm._cut.cache_clear()
-    assert (p.loads is not None) == has.tile_loads
     if not has.publishes:
         assert p.cut is None  # pieces are added by the block that comes last: it must see what the others stored
 

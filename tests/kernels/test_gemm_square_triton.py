@@ -21,7 +21,17 @@ if DEVICE == "cuda":  # the interpreter multiplies bfloat16 as the integers it k
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("kappa", "rows", "m", "n"),
-    [(1, 16, 8, 8), (3, 64, 128, 64), (5, 100, 72, 136), (4, 33, 30, 17), (2, 17, 200, 5), (7, 16, 257, 129)],
+    [
+        (1, 16, 8, 8),
+        (3, 64, 128, 64),
+        (5, 100, 72, 136),
+        (4, 33, 30, 17),
+        (2, 17, 200, 5),
+        (7, 16, 257, 129),
+        (2, 40, 515, 520),
+        (2, 40, 520, 515),
+        (2, 40, 513, 515),  # copied for tile loads
+    ],
 )
 @pytest.mark.parametrize("weighted", [False, True])
 def test_products_and_squares(kappa, rows, m, n, weighted, dtype):

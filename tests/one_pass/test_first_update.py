@@ -175,3 +175,51 @@ def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         loss(model, (torch.randn(B, D),)).backward()
     assert "gradients beside those of a loop" in caplog.text
     assert "samples exchanged" in caplog.text
+
+
+class Sizes(nn.Module):
+    """Notes the samples of each call; `inside` places come out of it, which may be as many as the samples."""
+
+    def __init__(self, inside: int = 5) -> None:
+        super().__init__()
+        self.layer, self.mixed = nn.Linear(D, inside), nn.Linear(3, 3)
+        self.seen: list[int] = []
+        self.full = False  # there is no memory for a whole mini-batch, once
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.seen.append(len(x))
+            if self.full:
+                self.full = False
+                raise torch.OutOfMemoryError("no room for so many samples")
+        return self.mixed(self.layer(x)[..., None].expand(-1, -1, 3).transpose(0, 1).tanh()).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("inside", "largest"), [(5, 6), (B, B), (2 * B, B)], ids=["free", "the batch", "a multiple"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by the tracer itself
+def test_a_compiled_model_is_checked_on_a_part_that_tells_as_much(inside: int, largest: int) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Sizes(inside).double(), torch.randn(B, D, dtype=torch.float64)
+    compiled = torch.compile(model, backend="aot_eager")
+    with one_pass(compiled, 1):
+        loss(compiled, (x,)).backward()
+    model.zero_grad()
+    assert max(model.seen) == largest
+    assert_exact(model, (x,), loss, 1)
+
+
+def test_without_memory_for_all_samples_a_part_is_checked() -> None:
+    torch.manual_seed(0)
+    model, x = Sizes().double(), torch.randn(B, D, dtype=torch.float64)
+    model.full = True
+    with one_pass(model, 2):
+        loss(model, (x,)).backward()
+    assert (model.seen[0], model.seen[-1]) == (B, B)
+    assert max(model.seen[1:-1]) == 6
+    model.zero_grad()
+    assert_exact(model, (x,), loss, 2)
+    model = Sizes(B).double()  # where a part would not tell as much, there is no way
+    model.full = True
+    with one_pass(model, 2), pytest.raises(torch.OutOfMemoryError):
+        loss(model, (x,))

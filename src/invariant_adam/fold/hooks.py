@@ -60,6 +60,12 @@ class Taker:
         queue = self.queue()
         return 0 if queue is None else queue.room
 
+    @property
+    def part(self) -> bool:
+        """Whether the open update is a part of a mini-batch that is cut to grow in."""
+        queue = self.queue()
+        return queue is not None and queue.update.part
+
 
 # Parameter -> (the taker of its owner, handle of the hook; None where the owner folds by call).
 _owners = WeakTensorKeyDictionary()

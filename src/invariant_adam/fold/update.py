@@ -30,6 +30,7 @@ class Update:
     kinds: set[bool] = field(default_factory=set)  # whether gradients came by one pass, plainly, or both
     nested: bool = False  # a gradient came from a backward inside a backward
     expected: float | None = None  # κ as the user declared it
+    part: bool = False  # of a mini-batch that is cut to grow in
     # Counted and not folded: small gradients that share a launch at the end of their backward, and those that wait
     # for the step because they are all that their parameter gets.
     queued: dict[Tensor, Fold] = field(default_factory=dict)

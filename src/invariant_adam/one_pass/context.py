@@ -126,7 +126,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         self.facts.find_takers()
         guards.watch(self.model)
         self.elements = 0
-        self.room = min((getattr(taker, "room", 0) for taker in {entry.taker for entry in entries}), default=0)
+        takers = {entry.taker for entry in entries}
+        self.room = min((getattr(taker, "room", 0) for taker in takers), default=0)
+        if any(getattr(taker, "part", False) for taker in takers):
+            self.undo.append(_Uncompiled())
         for entry in entries:
             p = entry.param
             grad, watched = p.grad, p._backward_hooks
@@ -376,6 +379,20 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             square = square if entry.places is None else entry.shaped(square)
         p.grad = entry.before
         return pair.Pair(grad, square, mini.kappa, mini.scale)
+
+
+class _Uncompiled:
+    """Compiled models run as they are written, until `remove`.
+
+    torch.compile makes a graph for the first size of input that it meets, and at the second one for all sizes, which is
+    slower. The few updates that grow in have many sizes, and the graph is to be that of the whole mini-batch.
+    """
+
+    def __init__(self) -> None:
+        self.stance: Any = torch.compiler.set_stance("force_eager")
+
+    def remove(self) -> None:
+        self.stance.__exit__(None, None, None)
 
 
 class _CallingThread:

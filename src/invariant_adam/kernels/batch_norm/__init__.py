@@ -86,5 +86,6 @@ def backward(
     """
     if not takes_fused(x, mean.shape[0]):
         return plain.backward(g, x, mean, rstd, w, c, shares)
-    operands = (g, x, mean, rstd, w, c)
-    return fused.backward_op(*operands) if is_compiling() else fused.backward(*operands, shares)
+    if is_compiling():  # which makes gradients in any order, and can make this one as it is wanted
+        return fused.backward_op(fused.like(g, x), x, mean, rstd, w, c)
+    return fused.backward(g, x, mean, rstd, w, c, shares)

@@ -354,11 +354,11 @@ def channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.movedim(1, -1).is_contiguous()
 
 
-def _like(g: Tensor, x: Tensor) -> Tensor:
+def like(g: Tensor, x: Tensor) -> Tensor:
     """g, in memory as x is."""
     if x.is_contiguous():
         return g.contiguous()
-    return g if channels_last(g) else g.movedim(1, -1).contiguous()
+    return g if channels_last(g) else g.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def statistics(
@@ -405,7 +405,7 @@ def backward(
     """dx like x, the sums (κ, 2, C) if asked for, and the pairs (4, C), in float32."""
     kappa = mean.shape[0]
     p = _launches(x, kappa)
-    g = _like(g, x)
+    g = like(g, x)
     partial, sums, pairs = p.empty(kappa, p.chunks, 2), p.empty(kappa, 2) if shares else None, p.empty(4)
     dx = torch.empty_like(x)
     p.sum_gradients(g, x, partial, mean, rstd)

@@ -26,6 +26,10 @@ from ..adam.triton import NOTHING_TO_FOLD, put_arguments, put_tile
 from ..launch import Launch, Tiles, cdiv, counters
 from ..ops import FLOATS, operator, pair_of
 
+# Columns of one operand from which on it pays to copy the other for tile loads: a vocabulary's gradient (50,257 columns
+# and no multiple of anything) for a width of some hundreds.
+WIDE = 512
+
 
 class GemmConfig(NamedTuple):
     """A way to run the kernel."""
@@ -137,9 +141,9 @@ def gemm_square(
     """
     G, X = G.contiguous(), X.contiguous()
     c = None if c is None else c.to(torch.float32)
-    dtype, aligned = G.dtype, not (G.data_ptr() | X.data_ptr()) & 15
+    dtype, odd = G.dtype, (G.data_ptr() & 15 > 0, X.data_ptr() & 15 > 0)
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    how = (aligned, c is not None, into is not None, tf32)
+    how = (odd, c is not None, into is not None, tf32)
     key = (G.shape, X.shape, dtype, G.get_device(), config, how)
     p = _known.get(key)
     if p is None:
@@ -149,7 +153,7 @@ def gemm_square(
         partial = torch.empty(p.cut.partials, 2, p.config.bm, p.config.bn, device=G.device)
         arrived = counters(G, p.cut.rest)
     D, S = pair_of(G, (G.shape[2], X.shape[2])) if into is None else (into.exp_avg, into.exp_avg_sq)
-    g, x = (G, X) if p.loads is None else (p.loads[0].of(G), p.loads[1].of(X))
+    g, x = (G, X) if p.loads is None else (p.loads[0].of(p.copied(0, G)), p.loads[1].of(p.copied(1, X)))
     if into is None:
         p.start(g, x, c, D, S, partial, arrived)
     else:
@@ -161,16 +165,19 @@ class GemmLaunch:
     """The kernel as it starts for operands like G and X."""
 
     def __init__(
-        self, G: Tensor, X: Tensor, config: GemmConfig, aligned: bool, weighted: bool, into: bool, tf32: bool
+        self, G: Tensor, X: Tensor, config: GemmConfig, odd: tuple[bool, bool], weighted: bool, into: bool, tf32: bool
     ) -> None:
         (kappa, rows, m), n, size, here = G.shape, X.shape[2], G.element_size(), chip.of(G.device)
         bm, bn, bk = config[:3]
         self.config, tiles = config, cdiv(m, bm) * cdiv(n, bn)
         self.cut = _cut(tiles, kappa, rows, here.multiprocessors) if config.split and here.publishes else None
         cut = self.cut or Cut(tiles, 0, kappa, 0)
-        # The hardware's tile loads (Hopper on) need 16-byte rows and addresses; other loads go by address, masked.
-        loads = here.tile_loads and aligned and m * size % 16 == 0 and n * size % 16 == 0
-        self.loads = (Tiles(G, [1, bk, bm]), Tiles(X, [1, bk, bn])) if loads else None
+        # The hardware's tile loads (Hopper on) need 16-byte rows and addresses. An operand without them is copied where
+        # the other is wide enough; if not, loads go by address, masked.
+        self.copies = odd[0] or m * size % 16 > 0, odd[1] or n * size % 16 > 0
+        loads = here.tile_loads and (n >= WIDE or not self.copies[0]) and (m >= WIDE or not self.copies[1])
+        g, x = (_room(t) if copy else t for t, copy in zip((G, X), self.copies, strict=True)) if loads else (G, X)
+        self.loads = (Tiles(g, [1, bk, bm]), Tiles(x, [1, bk, bn])) if loads else None
         self.start = Launch(
             _gemm_square, (cut.whole + cut.partials,), whole=cut.whole, rest=cut.rest, size=cut.size,
             M=m, N=n, R=rows, KAPPA=kappa, BM=bm, BN=bn, BK=bk, BAND=config.band, HAS_C=weighted, DESCRIPTORS=loads,
@@ -178,6 +185,16 @@ class GemmLaunch:
             num_warps=config.warps, num_stages=chip.stages(G.device, (bm + bn) * bk * size, config.stages),
             **({} if into else NOTHING_TO_FOLD),
         )  # fmt: skip
+
+    def copied(self, which: int, operand: Tensor) -> Tensor:
+        """G or X as tile loads take it."""
+        return _room(operand).copy_(operand) if self.copies[which] else operand
+
+
+def _room(t: Tensor) -> Tensor:
+    """Room for t in rows of whole 16 bytes."""
+    many = 16 // t.element_size()
+    return torch.empty(*t.shape[:2], cdiv(t.shape[2], many) * many, dtype=t.dtype, device=t.device)[..., : t.shape[2]]
 
 
 # What a launch depends on -> the launch, which a layer needs in every update.

@@ -55,10 +55,10 @@ def check_gradients(trial: Trial, tell: Callable[[str], None]) -> None:
 
 def coincides(trial: Trial) -> bool:
     """Whether another size is the batch's, so that one may be taken for the other."""
-    return trial.mini.groups.batch in _sizes(trial)
+    return trial.mini.groups.batch in sizes(trial)
 
 
-def _sizes(trial: Trial) -> set[int]:
+def sizes(trial: Trial) -> set[int]:
     """All sizes in sight that are not the batch's own."""
     inputs = [t for t in tree_leaves(trial.inputs) if isinstance(t, Tensor)]
     others = {n for t in inputs for d, n in enumerate(t.shape) if d != trial.mini.groups.axis}
@@ -75,11 +75,11 @@ def _fews(trial: Trial) -> list[tuple[int, int]]:
 
     Where micro-batches are large they are cut to fewer samples, as many as a batch norm needs.
     """
-    groups, sizes = trial.mini.groups, _sizes(trial)
+    groups, taken = trial.mini.groups, sizes(trial)
     micro = groups.micro if groups.c is not None else min(groups.micro, max(2, groups.batch // 16))
-    fit = [k for k in (2, 3, 4, 5, 6, 7) if k * micro < groups.batch and k * micro not in sizes]
+    fit = [k for k in (2, 3, 4, 5, 6, 7) if k * micro < groups.batch and k * micro not in taken]
     # A length that is a multiple could be taken for the batch's as well.
-    fit.sort(key=lambda k: any(n % (k * micro) == 0 for n in sizes) and 4 * k * micro < groups.batch)
+    fit.sort(key=lambda k: any(n % (k * micro) == 0 for n in taken) and 4 * k * micro < groups.batch)
     return [(k, micro) for k in fit[:3]]
 
 

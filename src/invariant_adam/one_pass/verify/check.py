@@ -9,11 +9,13 @@ the first time a model meets a shape of input it is run again with the samples o
     a scalar output (a loss) must be a sum over micro-batches: f(a',b') - f(a',b) - f(a,b') + f(a,b) = 0.
 
 It is also run with fewer micro-batches: a tensor whose size does not shrink with the batch is not batched. Then the
-gradients and squares themselves are held against a loop (`against_loop`).
+gradients and squares themselves are held against a loop (`against_loop`). A compiled model is checked as it is written,
+on a part of its micro-batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -31,8 +33,8 @@ from ..ops.base import Squaring
 from ..ops.batch_norm import ghosts
 from ..routing import sample_groups
 from ..weight import Lifted
-from .against_loop import check_gradients, coincides, evaluating, few_of
-from .lengths import extremes, input_sizes, look, surprising
+from .against_loop import check_gradients, coincides, evaluating, few_of, sizes
+from .lengths import Look, extremes, input_sizes, look, surprising
 from .probe import TOLERANCE, Probe, Record, Trial, close, freed, setting, summed_up
 from .progress import Progress
 
@@ -89,57 +91,109 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
         facts.find(checked=facts.findings.checked | {key})
         return
     tell = Progress()
-    ghostly = any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules())
-    summed = partial(summed_up, batch=groups.batch)
-    seen = False  # whether any two micro-batches differ, so that there was something to see
     # cuDNN would try its algorithms for shapes and dtypes that no other update has, with gigabytes of workspace.
     with torch.compiler.set_stance("force_eager"), setting(torch.backends.cudnn, "benchmark", False):
-        for _ in range(8):
-            base, outputs = trial.run()
-            before = facts.findings
-            alone = [o for o in outputs if isinstance(o, Lifted)]
-            _find_leaks(mini, outputs)
-            outputs = summed_up(outputs, groups.batch)
-            if not ghostly:
-                tell("its forward beside the plain one")
-                _compare_forward(trial, outputs)
-            tell("its forward with samples exchanged")
-            for k in {0, groups.kappa - 1}:
-                exchanged, visible = _exchange(trial, k)
-                if not visible:
-                    continue
-                seen = True
-                other, changed = exchanged.run(summed)
-                _compare_uses(mini, base, other, k)
-                if facts.findings is not before:
-                    break  # reclassified: what was recorded no longer holds
-                _compare_outputs(groups, outputs, changed, k)
-            else:
-                _compare_shapes(trial, base)
-                if facts.findings is before:
-                    break
-        else:
-            raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
-        for o in alone:
-            raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
-        seen_now = look(trial, base)
-        tell("its buffers and its losses")
-        _compare_unrounded(trial)
-        _check_buffers(trial, base.written)
-        if additive:
-            _check_losses(trial, outputs)
-        for entry in facts.order:
-            entry.tied = entry.tied or base.uses[entry.name] > 1
-            if entry.tied:
-                used = base.served[entry.name]
-                table = used == ["embedding"] * used.count("embedding") + ["linear"] * ("linear" in used)
-                entry.table = table and entry.table is not False
-        if not facts.findings.passed or coincides(trial):
-            check_gradients(trial, tell)
+        seen, now = _look_at_part_or_whole(trial, additive, tell, compiled=_is_compiled(module))
     facts.find(passed=True)
     if seen:
-        looks = extremes((*looks, seen_now))
+        looks = extremes((*looks, now))
         facts.find(checked=facts.findings.checked | {key}, looks={**facts.findings.looks, form: looks})
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile makes graphs of the model, or of a part of it."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in module.modules())
+
+
+def _look_at_part_or_whole(
+    trial: Trial, additive: bool, tell: Callable[[str], None], compiled: bool
+) -> tuple[bool, Look]:
+    """Establish it on all micro-batches, or on a part of them: of a compiled model, or where there is no more memory.
+
+    A graph may need a fraction of the memory of the model as it is written, which is how it is checked. A part will do
+    if no size inside of the model is that of the whole batch, for which it might then be taken.
+    """
+    part, batch = _part(trial), trial.mini.groups.batch
+
+    def by_part() -> tuple[bool, Look] | None:
+        if part is None:
+            return None
+        with trial.of_few(part) as small:
+            found = _establish(small, additive, tell)
+        return None if found[1].has(batch) else found
+
+    found = by_part() if compiled else None
+    if found is not None:
+        return found
+    try:
+        return _establish(trial, additive, tell)
+    except torch.OutOfMemoryError:
+        if not compiled:
+            torch.cuda.empty_cache()
+            found = by_part()
+        if found is None:
+            raise
+        return found
+
+
+def _part(trial: Trial) -> int | None:
+    """A quarter of the micro-batches, or a few more; None where that would not tell as much as all of them."""
+    groups, taken = trial.mini.groups, sizes(trial)
+    if groups.batch in taken:
+        return None
+    least = max(2, groups.kappa // 4)
+    return next((k for k in range(least, min(least + 4, groups.kappa)) if k * groups.micro not in taken), None)
+
+
+def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tuple[bool, Look]:
+    """All of the check: whether any two micro-batches differ, so that there was something to see, and its sizes."""
+    mini, facts, groups = trial.mini, trial.mini.facts, trial.mini.groups
+    ghostly = any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules())
+    summed = partial(summed_up, batch=groups.batch)
+    seen = False
+    for _ in range(8):
+        base, outputs = trial.run()
+        before = facts.findings
+        alone = [o for o in outputs if isinstance(o, Lifted)]
+        _find_leaks(mini, outputs)
+        outputs = summed_up(outputs, groups.batch)
+        if not ghostly:
+            tell("its forward beside the plain one")
+            _compare_forward(trial, outputs)
+        tell("its forward with samples exchanged")
+        for k in {0, groups.kappa - 1}:
+            exchanged, visible = _exchange(trial, k)
+            if not visible:
+                continue
+            seen = True
+            other, changed = exchanged.run(summed)
+            _compare_uses(mini, base, other, k)
+            if facts.findings is not before:
+                break  # reclassified: what was recorded no longer holds
+            _compare_outputs(groups, outputs, changed, k)
+        else:
+            _compare_shapes(trial, base)
+            if facts.findings is before:
+                break
+    else:
+        raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
+    for o in alone:
+        raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
+    now = look(trial, base)
+    tell("its buffers and its losses")
+    _compare_unrounded(trial)
+    _check_buffers(trial, base.written)
+    if additive:
+        _check_losses(trial, outputs)
+    for entry in facts.order:
+        entry.tied = entry.tied or base.uses[entry.name] > 1
+        if entry.tied:
+            used = base.served[entry.name]
+            table = used == ["embedding"] * used.count("embedding") + ["linear"] * ("linear" in used)
+            entry.table = table and entry.table is not False
+    if not facts.findings.passed or coincides(trial):
+        check_gradients(trial, tell)
+    return seen, now
 
 
 def _compare_forward(trial: Trial, outputs: list[Any]) -> None:

@@ -22,6 +22,10 @@ class Look(NamedTuple):
     inputs: tuple[int, ...]
     inside: tuple[tuple[int, bool, bool], ...]  # of what parameters met: a size, and whether it, or a multiple, matters
 
+    def has(self, batch: int) -> bool:
+        """Whether a size inside could be taken for a batch of so many samples."""
+        return any(matters and (n == batch or (multiples and n % batch == 0)) for n, matters, multiples in self.inside)
+
 
 def input_sizes(trial: Trial) -> tuple[int, ...]:
     """The sizes of the inputs, those of the batch left out."""
