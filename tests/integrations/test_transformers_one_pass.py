@@ -4,12 +4,15 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+import torch
 from plain_loop import M, Sentences, gpt2, llama, windows
 from torch import nn
 from trainer_runs import DIGITS, InOrder, arguments, assert_is_plain, logged, summed, trained
 from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from invariant_adam.integrations.transformers import InvariantTrainer
+from invariant_adam.integrations.window import OwnMeans, TokenMeans
 
 
 @pytest.mark.parametrize(("per_device", "accumulation"), [(4 * M, 1), (2 * M, 2)])
@@ -96,3 +99,25 @@ def test_a_mean_over_the_tokens_of_a_mini_batch_is_refused(tmp_path):
         trained(llama(), args, Sentences(32, unequal=True), **options)
     data = Sentences(32)
     assert_is_plain(trained(llama(), args, data, **options), llama, data, windows(range(32), 4) * 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shifted"), [(ForCausalLMLoss, False), (ForCausalLMLoss, True), (ForMaskedLMLoss, False)]
+)
+@pytest.mark.parametrize("samples", [3 * M, 3 * M + 1, M - 1])
+def test_means_by_token_are_those_of_each_micro_batch(loss, samples, shifted):
+    generator = torch.Generator().manual_seed(samples)
+    logits = torch.randn(samples, 5, 7, dtype=torch.float32, generator=generator)
+    labels = torch.randint(7, (samples, 5), generator=generator)
+    labels[torch.rand(samples, 5, generator=generator) < 0.3] = -100
+    labels[:, 1] = 3  # each sample has a token
+    more = {"shift_labels": labels.roll(1, 1)} if shifted else {}
+    found = []
+    for kind in (OwnMeans, TokenMeans):
+        x = logits.clone().requires_grad_()
+        value = kind(loss, M)(x, labels, vocab_size=7, **more)
+        value.backward()
+        found.append((value.detach(), x.grad))
+    assert TokenMeans.takes(loss)
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)

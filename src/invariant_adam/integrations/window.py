@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -246,6 +247,46 @@ class OwnMeans:
 
 
 _IGNORED = -100  # the label of a token that has no loss
+_SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}  # whether a token's label is the next one's
+
+
+class TokenMeans(OwnMeans):
+    """`OwnMeans` of transformers' cross-entropy over tokens, by one call for all micro-batches.
+
+    A call for each would cut the logits, a language model's largest tensor, and put their gradients together again.
+    """
+
+    @staticmethod
+    def takes(loss: Any) -> bool:
+        """Whether this is such a loss."""
+        return getattr(loss, "__module__", None) == "transformers.loss.loss_utils" and loss.__name__ in _SHIFTS
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of the micro-batches of the arguments, which are those of transformers' function."""
+        counted = len(args) > 3 or kwargs.get("num_items_in_batch") is not None  # then it is a sum, not a mean
+        return super().__call__(*args, **kwargs) if counted else self._by_token(*args, **kwargs)
+
+    def _by_token(
+        self, logits: Tensor, labels: Any, vocab_size: int, num_items_in_batch: Any = None,
+        ignore_index: int = _IGNORED, shift_labels: Any = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        targets = shift_labels
+        if targets is None:
+            shifts = _SHIFTS[self.loss.__name__]
+            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shifts else labels
+        n, M = logits.shape[0], self.micro_batch_size
+        self.batch = n
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        targets = targets.to(logits.device)
+        each = F.cross_entropy(
+            wide.view(-1, vocab_size), targets.reshape(-1), ignore_index=ignore_index, reduction="none"
+        ).view(n, -1)
+        sums = torch.stack([each.sum(1), targets.ne(ignore_index).view(n, -1).sum(1).to(each.dtype)])
+        total, tokens = F.pad(sums, (0, -n % M)).view(2, -1, M).sum(2)
+        means = total / tokens
+        if n % M:  # the last has fewer samples
+            return (means[:-1].sum() * M + means[-1] * (n % M)) / n
+        return means.mean()
 
 
 class OwnLosses:
@@ -263,7 +304,11 @@ class OwnLosses:
         # The outermost, and others that have a loss of their own: to ask the rest for one makes it warn.
         own = [(m, "loss_function") for i, m in enumerate(models) if not i or getattr(m, "loss_type", None) is not None]
         # Made once: a compiled graph looks whether it is the same.
-        self._means = [(one, name, OwnMeans(getattr(one, name), micro_batch_size)) for one, name in (*own, *others)]
+        losses = [(one, name, getattr(one, name)) for one, name in (*own, *others)]
+        self._means = [
+            (one, name, (TokenMeans if TokenMeans.takes(loss) else OwnMeans)(loss, micro_batch_size))
+            for one, name, loss in losses
+        ]
         self.micro_batch_size = micro_batch_size
 
     @contextmanager

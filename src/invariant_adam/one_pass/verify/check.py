@@ -402,8 +402,9 @@ def _check_losses(trial: Trial, outputs: list[Any]) -> None:
     with torch.no_grad(), trial.plainly():
         alone = [run(trial.cut(k)) for k in range(groups.kappa)]
         still = not trial.cut(0).draws()
-    with nullcontext() if still else evaluating(trial.model):
-        _check_shares(trial, losses)
+    if any(isinstance(o, Record) and o.varies for o in outputs):
+        with nullcontext() if still else evaluating(trial.model):
+            _check_shares(trial, losses)
     if not still:
         return
     for i in losses:
