@@ -223,3 +223,26 @@ def test_without_memory_for_all_samples_a_part_is_checked() -> None:
     model.full = True
     with one_pass(model, 2), pytest.raises(torch.OutOfMemoryError):
         loss(model, (x,))
+
+
+class Chunked(nn.Module):
+    """Mixes the samples of some batch sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x - x.mean(0) if B // 2 < len(x) < 2 * B else x
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by the tracer itself
+def test_a_part_refuses_no_compiled_model() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Chunked().double(), torch.randn(2 * B, D, dtype=torch.float64)
+    with one_pass(torch.compile(model, backend="aot_eager"), B // 2) as opened:
+        loss(opened.model, (x,)).backward()
+    model.zero_grad()
+    assert_exact(model, (x,), loss, B // 2)

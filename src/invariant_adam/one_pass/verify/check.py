@@ -113,7 +113,8 @@ def _look_at_part_or_whole(
     A graph may need a fraction of the memory of the model as it is written, which is how it is checked. A part will do
     if no size inside of the model is that of the whole batch, for which it might then be taken.
     """
-    part, batch = _part(trial), trial.mini.groups.batch
+    part, batch, facts = _part(trial), trial.mini.groups.batch, trial.mini.facts
+    before = facts.findings
 
     def by_part() -> tuple[bool, Look] | None:
         if part is None:
@@ -122,12 +123,18 @@ def _look_at_part_or_whole(
             found = _establish(small, additive, tell)
         return None if found[1].has(batch) else found
 
-    found = by_part() if compiled else None
+    found = None
+    if compiled:
+        try:
+            found = by_part()
+        except UnsupportedUse:  # perhaps because a size inside is the part's: the whole decides
+            facts.findings = before
     if found is not None:
         return found
     try:
         return _establish(trial, additive, tell)
     except torch.OutOfMemoryError:
+        facts.findings = before
         if not compiled:
             torch.cuda.empty_cache()
             found = by_part()
