@@ -2,7 +2,9 @@
 
     PYTHONPATH=src python benchmarks/models.py --out benchmarks/results/models_h200.json
 
-The commands of a group get ready side by side and are timed in turn, each with the machine to itself (`--together`).
+The commands of a group run twice. First side by side, timed hardly at all, which fills the caches of compilers;
+`--cold` keeps what they measured, first seconds and first memory with cold caches among it. Then one after the other,
+each alone on the machine: a process that only waits beside them is one too many for a step that waits for the host.
 Groups follow each other, so that their models fit into one GPU's memory. Rows that the file has are not measured again.
 """
 
@@ -30,7 +32,7 @@ GROUPS = {
     "vision": [
         [*VIT, "--eager"], [*VIT, "--compile"], [*VIT, "--compile", "--mode", "reduce-overhead"],
         [*CONVNEXT, "--eager"], [*CONVNEXT, "--eager", "--graph"], [*SWIN, "--eager"], [*EFFICIENT, "--eager"],
-        [*RESNET, "--eager"], [*RESNET, "--compile"],
+        [*RESNET, "--eager"], [*RESNET, "--compile"], [*RESNET, "--compile", "--mode", "reduce-overhead"],
     ],
     "gpt2": [[*GPT2, "--eager"], [*GPT2, "--compile"]],
     "llama": [
@@ -60,8 +62,26 @@ def checkpointed_llama(tokens=2048, **changes):
 def commands(group, out, rounds, methods):
     """The commands of a group."""
     bench = [sys.executable, "-m", "invariant_adam", "bench", "one-pass", "--out", str(out), "--rounds", str(rounds)]
-    together = ["--together", str(len(GROUPS[group]))]
-    return [[*bench, *together, "--methods", methods, *case] for case in GROUPS[group]]
+    return [[*bench, "--methods", methods, *case] for case in GROUPS[group]]
+
+
+class Clock:
+    """Prints what has ended, and when."""
+
+    def __init__(self):
+        self.start = time.monotonic()
+
+    def wait(self, process, line, logs):
+        """Wait for a command to end."""
+        failed = f", exit status {process.returncode}: see {logs}" if process.wait() else ""
+        model = " ".join(line[line.index("--model") :])
+        print(f"[{time.monotonic() - self.start:4.0f} s] {model}{failed}", flush=True)
+
+
+def start(line, log):
+    """Start a command that prints into a file."""
+    with log.open("w") as file:
+        return subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT)
 
 
 def main():
@@ -70,26 +90,30 @@ def main():
     parser.add_argument("--groups", default=",".join(GROUPS), help="which, with commas (default: %(default)s)")
     parser.add_argument("--methods", default="plain,one-pass,into", help="as of bench one-pass (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; the median counts")
+    parser.add_argument("--cold", type=Path, help="keep what the first run of each command measured, with cold caches")
+    parser.add_argument("--warm", action="store_true", help="the caches are filled: leave the first runs out")
     parser.add_argument("--logs", type=Path, default=Path("runs/models"), help="folder for what the commands print")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args()
     unknown = set(options.groups.split(",")) - GROUPS.keys()
     if unknown:
         parser.error(f"--groups has {', '.join(sorted(unknown))}, and there are {', '.join(GROUPS)}")
-    start = time.monotonic()
+    clock = Clock()
+    options.logs.mkdir(parents=True, exist_ok=True)
     for group in options.groups.split(","):
-        lines = commands(group, options.out, options.rounds, options.methods)
+        cold = commands(group, options.cold or options.logs / "cold.json", 1, options.methods)
+        alone = commands(group, options.out, options.rounds, options.methods)
         if options.list:
-            print("\n".join(" ".join(line) for line in lines))
+            print("\n".join(" ".join(line) for line in alone))
             continue
-        options.logs.mkdir(parents=True, exist_ok=True)
-        running = []
-        for i, line in enumerate(lines):
-            with (options.logs / f"{group}-{i}.log").open("w") as log:
-                running.append(subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT))
-        for process, line in zip(running, lines, strict=True):
-            failed = f", exit status {process.returncode}: see {options.logs}" if process.wait() else ""
-            print(f"[{time.monotonic() - start:4.0f} s] {' '.join(line[line.index('--model') :])}{failed}", flush=True)
+        if not options.warm:
+            print(f"{group}: {len(cold)} commands side by side, to fill the caches", flush=True)
+            running = [start(line, options.logs / f"{group}-{i}-cold.log") for i, line in enumerate(cold)]
+            for process, line in zip(running, cold, strict=True):
+                clock.wait(process, line, options.logs)
+        print(f"{group}: one after the other", flush=True)
+        for i, line in enumerate(alone):
+            clock.wait(start(line, options.logs / f"{group}-{i}.log"), line, options.logs)
 
 
 if __name__ == "__main__":

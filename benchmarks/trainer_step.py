@@ -89,7 +89,7 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = record.Rows(options.out, "python benchmarks/trainer_step.py", "trainer_step", device)
     eager = [(*case, False) for case in CASES]
-    traced = [(*case, True) for case in CASES[2:]]
+    traced = [(*case, True) for case in CASES]
     for turn, cases in enumerate([eager, eager, traced, traced]):
         if options.compiled and cases is eager:
             continue
