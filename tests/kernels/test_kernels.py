@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from invariant_adam import kernels
 from invariant_adam.kernels import adam
 from invariant_adam.kernels.adam import native as adam_native
 from invariant_adam.kernels.adam import torch as adam_torch
@@ -259,3 +262,27 @@ def test_tables_that_another_stream_finds_are_there():
     torch.cuda.synchronize()
     assert all((x == 2).all() for xs in m for x in xs)
     assert all((x == 4).all() for xs in v for x in xs)
+
+
+@pytest.mark.parametrize(
+    ("name", "operands"),
+    [
+        ("batch_norm", ("x", 2)),
+        ("conv_square", ("x", "x", None, 2)),
+        ("embedding_square", ("x", "x", 9)),
+        ("gemm_square", ("x",)),
+        ("sums", ("x",)),
+    ],
+)
+def test_plain_torch_serves_where_it_is_asked_for(monkeypatch, name, operands):
+    package = importlib.import_module(f"invariant_adam.kernels.{name}")
+    monkeypatch.setattr(package, "fused", SimpleNamespace(serves=lambda *_: True))
+    x = SimpleNamespace(is_cuda=True, shape=(2, 64, 8))
+    operands = [x if operand == "x" else operand for operand in operands]
+    assert package.takes_fused(*operands)
+    with kernels.plain_torch():
+        assert not package.takes_fused(*operands)
+        with kernels.plain_torch():
+            pass
+        assert not package.takes_fused(*operands)
+    assert package.takes_fused(*operands)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import invariant_adam as ia
+from invariant_adam.kernels import Serving
 from invariant_adam.one_pass import one_pass
 from invariant_adam.one_pass.groups import UnsupportedUse
 from invariant_adam.one_pass.verify import against_loop, progress
@@ -184,11 +185,13 @@ class Sizes(nn.Module):
         super().__init__()
         self.layer, self.mixed = nn.Linear(D, inside), nn.Linear(3, 3)
         self.seen: list[int] = []
+        self.served: set[tuple[int, bool]] = set()  # samples, and whether Triton's kernels would serve
         self.full = False  # there is no memory for a whole mini-batch, once
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             self.seen.append(len(x))
+            self.served.add((len(x), Serving.fused))
             if self.full:
                 self.full = False
                 raise torch.OutOfMemoryError("no room for so many samples")
@@ -206,6 +209,7 @@ def test_a_compiled_model_is_checked_on_a_part_that_tells_as_much(inside: int, l
         loss(compiled, (x,)).backward()
     model.zero_grad()
     assert max(model.seen) == largest
+    assert largest == B or not any(fused for _, fused in model.served)  # a few are not worth compiling kernels for
     assert_exact(model, (x,), loss, 1)
 
 

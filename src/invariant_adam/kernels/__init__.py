@@ -6,7 +6,8 @@ such a package the name `torch` is its own module, so an `__init__.py` imports w
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -26,6 +27,22 @@ def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> Any
         with suppress(ImportError):
             return import_module(f"{package}.{module}")
     return None
+
+
+class Serving:
+    """Which kernels serve."""
+
+    fused = True  # Triton's, where they can
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Plain torch serves in here, also where Triton could: no kernel is compiled for what runs once."""
+    before, Serving.fused = Serving.fused, False
+    try:
+        yield
+    finally:
+        Serving.fused = before
 
 
 @cache

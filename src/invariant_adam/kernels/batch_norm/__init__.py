@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import twin
+from .. import Serving, twin
 from . import torch as plain
 
 fused = twin(__name__)  # a constant, so that compiled code need not ask
@@ -47,7 +47,7 @@ def takes_fused(x: Tensor, kappa: int) -> bool:
     Only the latter in a compiled graph, which may put contiguous images into another order for its convolutions. It
     would turn them back for an operator.
     """
-    if fused is None or not x.is_cuda or (is_compiling() and not fused.channels_last(x)):
+    if fused is None or not Serving.fused or not x.is_cuda or (is_compiling() and not fused.channels_last(x)):
         return False
     return bool(fused.serves(x, kappa))
 

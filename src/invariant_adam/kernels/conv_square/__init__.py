@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import cast, twin
+from .. import Serving, cast, twin
 from . import torch as plain
 from .torch import Geometry, conv_backward, conv_groups
 
@@ -20,7 +20,7 @@ fused = twin(__name__, "ways")  # a constant, so that compiled code need not ask
 
 def takes_fused(G: Tensor, X: Tensor, geo: Geometry, kappa: int) -> bool:
     """Whether `ways` serve; the gradient of a single group is the library's, and is then squared."""
-    return fused is not None and kappa > 1 and G.is_cuda and fused.serves(G, X, geo)
+    return fused is not None and Serving.fused and kappa > 1 and G.is_cuda and fused.serves(G, X, geo)
 
 
 def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import twin
+from .. import Serving, twin
 from . import torch as plain
 from .torch import embedding_groups, embedding_rows
 
@@ -20,7 +20,7 @@ fused = twin(__name__)  # a constant, so that compiled code need not ask
 
 def takes_fused(ids: Tensor, G: Tensor, rows: int) -> bool:
     """Whether Triton serves these operands."""
-    return fused is not None and G.is_cuda and fused.serves(ids, G, rows)
+    return fused is not None and Serving.fused and G.is_cuda and fused.serves(ids, G, rows)
 
 
 def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None) -> tuple[Tensor, Tensor]:

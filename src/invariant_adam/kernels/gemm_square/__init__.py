@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import cast, twin
+from .. import Serving, cast, twin
 from . import torch as plain
 from .torch import gemm_groups, gemm_rows, method, sum_square, wide
 
@@ -23,7 +23,9 @@ fused = twin(__name__)  # a constant, so that compiled code need not ask
 
 def takes_fused(G: Tensor) -> bool:
     """Whether Triton serves these output gradients."""
-    return fused is not None and G.is_cuda and method(G.shape[1]) == "products" and fused.serves(G)
+    if fused is None or not Serving.fused or not G.is_cuda:
+        return False
+    return method(G.shape[1]) == "products" and fused.serves(G)
 
 
 def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:

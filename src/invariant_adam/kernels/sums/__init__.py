@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .. import twin
+from .. import Serving, twin
 from . import torch as plain
 
 fused = twin(__name__)  # a constant, so that compiled code need not ask
@@ -21,7 +21,7 @@ fused = twin(__name__)  # a constant, so that compiled code need not ask
 
 def takes_fused(G: Tensor) -> bool:
     """Whether Triton serves these rows."""
-    return fused is not None and G.is_cuda and not is_compiling() and fused.serves(G)
+    return fused is not None and Serving.fused and G.is_cuda and not is_compiling() and fused.serves(G)
 
 
 def row_sums(G: Tensor, c: Tensor | None = None, shares: bool = True) -> tuple[Tensor | None, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...kernels import plain_torch
 from ...kernels.gemm_square import wide
 from ..groups import UnsupportedUse
 from ..routing import sample_groups
@@ -139,6 +140,7 @@ def _in(dtype: torch.dtype, trial: Trial) -> Iterator[Trial]:
 
     kinds = {p.device.type for p in model.parameters()}
     with ExitStack() as stack:
+        stack.enter_context(plain_torch())  # as in float64, which Triton's kernels do not take
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         if "cuda" in kinds:

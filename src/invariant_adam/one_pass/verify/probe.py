@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...kernels import plain_torch
 from ..groups import Groups, UnsupportedUse
 from ..mini_batch import MiniBatch, Mode
 from ..model import Site
@@ -182,14 +183,17 @@ class Trial(NamedTuple):
 
     @contextmanager
     def of_few(self, few: int, micro: int | None = None) -> Iterator[Trial]:
-        """The trial of `few` micro-batches, which are all there are in here; of `micro` samples, if that is given."""
+        """The trial of `few` micro-batches, which are all there are in here; of `micro` samples, if that is given.
+
+        Plain torch serves it: Triton would compile its kernels for sizes and dtypes that no update has.
+        """
         groups, c = self.mini.groups, None
         micro = micro or groups.micro
         if groups.c is not None:  # c_k = W/(κ W_k), and W is now that of a few
             own = groups.c[:few]
             c = own * (torch.where(own > 0, 1 / own, 0.0).sum() / few)
         small = self.with_rows(lambda rows: rows[: few * micro])
-        with setting(self.mini, "groups", Groups(few * micro, micro, groups.axis, c)):
+        with setting(self.mini, "groups", Groups(few * micro, micro, groups.axis, c)), plain_torch():
             yield small
 
     def plainly(self) -> AbstractContextManager[None]:
