@@ -152,6 +152,8 @@ def main():
     say(f"loss on held-out text {trainer.evaluate()['eval_loss']:.4f} after {seen} samples", flush=True)
     trainer.save_model()
     say(f"adapters in {options.out}")
+    trainer.accelerator.wait_for_everyone()  # a process that ends before the others are done may take them along
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -90,7 +90,9 @@ def main():
         loss, seen = trainer.evaluate()["eval_loss"], trainer.invariant_adam.samples_seen
         if trainer.is_world_process_zero():
             batch = options.micro_batch * accumulation * args.world_size
-            print(f"{batch} samples per update: loss on held-out text {loss:.4f} after {seen} samples")
+            print(f"{batch} samples per update: loss on held-out text {loss:.4f} after {seen} samples", flush=True)
+    trainer.accelerator.wait_for_everyone()  # a process that ends before the others are done may take them along
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
