@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from loop_oracle import assert_exact
@@ -187,14 +190,17 @@ class Sizes(nn.Module):
         self.seen: list[int] = []
         self.served: set[tuple[int, bool]] = set()  # samples, and whether Triton's kernels would serve
         self.full = False  # there is no memory for a whole mini-batch, once
+        self.held: Any = None  # what was there when it was found out
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             self.seen.append(len(x))
             self.served.add((len(x), Serving.fused))
             if self.full:
-                self.full = False
+                self.full, large = False, x.clone()
+                self.held = weakref.ref(large)
                 raise torch.OutOfMemoryError("no room for so many samples")
+            assert self.held is None or self.held() is None  # it would be in the way
         return self.mixed(self.layer(x)[..., None].expand(-1, -1, 3).transpose(0, 1).tanh()).transpose(0, 1)
 
 

@@ -133,14 +133,16 @@ def _look_at_part_or_whole(
         return found
     try:
         return _establish(trial, additive, tell)
-    except torch.OutOfMemoryError:
-        facts.findings = before
-        if not compiled:
-            torch.cuda.empty_cache()
-            found = by_part()
-        if found is None:
+    except torch.OutOfMemoryError as error:
+        if compiled:
             raise
-        return found
+        short = error.with_traceback(None)  # whose frames hold the tensors that there is no room beside
+    facts.findings = before
+    torch.cuda.empty_cache()
+    found = by_part()
+    if found is None:
+        raise short
+    return found
 
 
 def _part(trial: Trial) -> int | None:
