@@ -160,7 +160,7 @@ def speed_line():
         ]
         yield from prose(
             f"The time of an update in one pass over that of fused AdamW, on an {result['device']}: {', '.join(said)}. "
-            "[Speed](docs/speed.md) has unmodified models of timm, and what limits small ones."
+            "[Speed](docs/speed.md) has unmodified models of timm and transformers, and what limits small ones."
         )
 
 

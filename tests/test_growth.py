@@ -232,3 +232,19 @@ def test_a_compiled_model_has_one_graph_of_the_whole_mini_batch():
     assert any(shape[:1] == (16,) for shape in shapes)
     assert distance(flat(plain.parameters()), flat(model.parameters())) < 1e-12
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_torch_compile_is_left_as_it_was_where_growing_in_fails():
+    model = mlp()
+    opt = optimizer_of(model)
+    assert BatchGrowth(opt).next_kappa(4) == 1  # a part of the mini-batch
+    stances = []
+
+    def fail():
+        stances.append(torch._dynamo.eval_frame._stance.stance)
+        raise ValueError("a batch that cannot be read")
+
+    with pytest.raises(ValueError, match="cannot be read"), ia.one_pass(model, M):
+        fail()
+    assert stances == ["force_eager"]
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -121,3 +121,9 @@ def test_means_by_token_are_those_of_each_micro_batch(loss, samples, shifted):
     assert TokenMeans.takes(loss)
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_is_given_its_number_of_items_is_a_sum_of_each_micro_batch():
+    logits, labels = torch.randn(2 * M, 5, 7), torch.randint(7, (2 * M, 5))
+    got, want = (kind(ForCausalLMLoss, M)(logits, labels, 7, num_items_in_batch=3) for kind in (TokenMeans, OwnMeans))
+    assert torch.equal(got, want)

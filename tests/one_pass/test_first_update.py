@@ -231,7 +231,10 @@ def test_without_memory_for_all_samples_a_part_is_checked() -> None:
     assert_exact(model, (x,), loss, 2)
     model = Sizes(B).double()  # where a part would not tell as much, there is no way
     model.full = True
-    with one_pass(model, 2), pytest.raises(torch.OutOfMemoryError):
+    with (
+        one_pass(model, 2),
+        pytest.raises(torch.OutOfMemoryError, match=rf"no room[\s\S]*these {B} [\s\S]*check=False"),
+    ):
         loss(model, (x,))
 
 

@@ -134,14 +134,16 @@ def _look_at_part_or_whole(
     try:
         return _establish(trial, additive, tell)
     except torch.OutOfMemoryError as error:
-        if compiled:
-            raise
         short = error.with_traceback(None)  # whose frames hold the tensors that there is no room beside
     facts.findings = before
     torch.cuda.empty_cache()
-    found = by_part()
+    found = None if compiled else by_part()
     if found is None:
-        raise short
+        raise torch.OutOfMemoryError(
+            f"{short}\none_pass checks a model on its first mini-batch, uncompiled; a part of these {batch} samples "
+            "would not tell as much as all: another size in the model is the same, or there are too few micro-batches. "
+            "Choose another batch size, or check the model at a smaller one and pass check=False here"
+        ) from short
     return found
 
 
