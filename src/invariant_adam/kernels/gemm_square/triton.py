@@ -26,8 +26,8 @@ from ..adam.triton import NOTHING_TO_FOLD, put_arguments, put_tile
 from ..launch import Launch, Tiles, cdiv, counters
 from ..ops import FLOATS, operator, pair_of
 
-# Columns of one operand from which on it pays to copy the other for tile loads: a vocabulary's gradient (50,257 columns
-# and no multiple of anything) for a width of some hundreds.
+# Columns of one operand from which on it pays to copy the other for tile loads, as the gradient of GPT-2's logits:
+# 50,257 columns, no multiple of 8, beside 768.
 WIDE = 512
 
 
