@@ -143,6 +143,50 @@ def test_autocast_is_near_the_loop_in_float64(dtype: torch.dtype, device: str) -
     assert float((got - want).norm() / want.norm()) < 0.02
 
 
+def next_tokens(model: nn.Module, batch: tuple) -> Tensor:
+    """Each token's neighbour is to be guessed: a row of the table gets gradients from both of its uses."""
+    return F.cross_entropy(model(*batch).flatten(0, 1).float(), batch[0].flip(1).flatten())
+
+
+def check_cancelling(device: str, dtype: torch.dtype, length: int, M: int, compiled: bool) -> None:
+    """Where an embedding's share of a gradient cancels the head's, squares have no more than the loop's own errors."""
+    torch.manual_seed(0)
+    model = Tied(vocabulary=2003, width=32).to(device)
+    x = ids(length, 16, 2003).to(device)
+
+    def low(m: nn.Module, batch: tuple) -> Tensor:
+        with torch.autocast(device, dtype):
+            return next_tokens(m, batch)
+
+    exact = loop(copy.deepcopy(model).double(), (x,), next_tokens, M, 16)["table.weight"][1]
+    near = loop(model, (x,), low, M, 16)["table.weight"][1]
+    run = torch.compile(model, dynamic=False) if compiled else model
+    with one_pass(run, M):
+        low(run, (x,)).backward()
+    assert is_table(model, M)
+    mean, square = model.table.weight.grad.double(), model.table.weight.grad_sq.double()
+    assert bool((square >= 0.999 * mean.square()).all())  # or √v is NaN, or less than Adam's
+
+    def off(found: Tensor) -> float:
+        return float(((found - exact).abs() > 0.05 * exact)[x.unique()].double().mean())
+
+    assert off(square) < 1.2 * off(near) + 0.005
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("length", "M"), [(1, 1), (2, 1), (16, 2), (16, 8)])
+def test_shares_that_cancel(length: int, M: int, dtype: torch.dtype, device: str) -> None:
+    check_cancelling(device, dtype, length, M, compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shares_that_cancel_in_a_compiled_graph(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    check_cancelling("cuda", dtype, 16, 8, compiled=True)
+
+
 def test_another_sharing_has_copies() -> None:
     torch.manual_seed(0)
     model = Tied("transposed").double()

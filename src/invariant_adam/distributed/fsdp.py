@@ -90,7 +90,8 @@ class Squares:
             raise self._incomplete()
         rows = torch.empty(ranks, grads.numel() // ranks, device=grads.device)
         torch._chunk_cat(squares, 0, ranks, out=rows)  # as FSDP2 laid the gradients
-        return rows.view(-1)
+        signed = any(exchange.is_table(fp._unsharded_param) for fp in self.group.fsdp_params)
+        return batch.groups.bounded(rows.view(-1), grads) if signed else rows.view(-1)
 
     def _incomplete(self) -> UnsupportedUse:
         names = ", ".join(fp._module_info.param_name for fp in self.group.fsdp_params)
@@ -133,7 +134,8 @@ class Squares:
             if batch is None or batch.single:
                 return None
             if exchange.has_square(fp._unsharded_param):
-                return self._square(fp)
+                square = self._square(fp)
+                return batch.groups.bounded(square, grad) if exchange.is_table(fp._unsharded_param) else square
             if pair.is_armed(fp._unsharded_param):
                 raise self._incomplete()
             return None

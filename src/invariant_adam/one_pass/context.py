@@ -377,6 +377,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             assert square is not None
             companion.grad = None
             square = square if entry.places is None else entry.shaped(square)
+            square = mini.groups.bounded(square, grad) if entry.table else square
         p.grad = entry.before
         return pair.Pair(grad, square, mini.kappa, mini.scale)
 

@@ -45,6 +45,12 @@ def has_square(p: Tensor) -> bool:
     return entry is not None and entry.companion.grad is not None
 
 
+def is_table(p: Tensor) -> bool:
+    """Whether `p`, a parameter of the open context, is embedding and head: its square needs `Groups.bounded`."""
+    entry: Entry | None = getattr(p, "one_pass_entry", None)
+    return entry is not None and bool(entry.table)
+
+
 def take_square(p: Tensor) -> Tensor:
     """Take the square that has arrived for `p`, in its shape; it counts as handed over."""
     entry: Entry = p.one_pass_entry  # type: ignore[attr-defined]

@@ -108,6 +108,14 @@ class Groups:
         """The coefficients of the squares of one stretch."""
         return self.c if self.c is None or len(self.stretches) == 1 else self.c[stretch.lo : stretch.hi]
 
+    def bounded(self, S: Tensor, dW: Tensor) -> Tensor:
+        """S = Σ_k c_k s_k² that is a sum of signed terms, without what these leave below its least value.
+
+        With dW = Σ_k s_k and Σ 1/c_k = κ that is dW²/κ (Cauchy and Schwarz). A rounding below zero would make a weight
+        NaN at the next step; one below the bound would make its step larger than Adam's can be.
+        """
+        return torch.maximum(S, dW.to(S.dtype).square() / self.kappa)
+
 
 def join(pieces: Sequence[Tensor]) -> Tensor:
     """One tensor of one tensor per stretch, in their order."""

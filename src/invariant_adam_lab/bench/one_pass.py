@@ -229,10 +229,9 @@ class _Ready:
         self.update = CaseStep(case, method)
         if gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        loss = float(self.update().detach())  # waits for the device
+        loss = self.update()
+        check_finite(loss)  # waits for the device
         self.first_s = time.perf_counter() - start
-        if not math.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss} after one update")
         self.first_gib: float | None = None
         self.peak_gib: float | None = None
         if gpu:
@@ -247,6 +246,12 @@ class _Ready:
         if not gpu:  # seen by the profiler, which would be part of the first seconds: so by another model
             another = CaseStep(case, method)
             self.first_gib, self.peak_gib = (another.peak_bytes() / 2**30 for _ in range(2))
+
+
+def check_finite(loss: Tensor) -> None:
+    """Refuse to time what trains no more: NaN takes a GPU less power, and so less time, than numbers do."""
+    if not math.isfinite(value := float(loss.detach())):
+        raise RuntimeError(f"the loss is {value}: nothing is trained, and its time would be that of other numbers")
 
 
 def model_flops(case: Case) -> int | None:
@@ -419,6 +424,7 @@ def _against(
         )
         for _ in range(1 if method in LOOPS else 2)  # twice, so that a row says how far it can be trusted
     ]
+    check_finite(ready.update())
     own_ms, plain_ms = (statistics.mean(taken[name].ms for taken in both) for name in (method, "plain"))
     own = both[0][method]
     flops = model_flops(case)

@@ -35,11 +35,11 @@ def embedding_groups(ids: Tensor, G: Tensor, rows: int) -> Tensor:
 
 def embedding_rows(ids: Tensor, G: Tensor, tokens: Tensor) -> Tensor:
     """Group k's gradient of the rows that `tokens` (κ, n) name, (κ, n, D): Σ_r [ids_kr = token] G_kr."""
-    room = max(1, CHUNK // max(1, ids.shape[1]))
+    room, acc = max(1, CHUNK // max(1, ids.shape[1])), wide(G.dtype)
     found = []
     for k in range(ids.shape[0]):
         for part in tokens[k].split(room):
-            found.append((part[:, None] == ids[k]).to(G.dtype) @ G[k])
+            found.append((part[:, None] == ids[k]).to(acc) @ G[k].to(acc))
     return torch.cat(found).view(*tokens.shape, G.shape[-1])
 
 

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from .. import Serving, cast, twin
 from . import torch as plain
-from .torch import gemm_groups, gemm_rows, method, sum_square, wide
+from .torch import gemm_groups, method, sum_square, wide
 
 __all__ = ["fused", "gemm_groups", "gemm_rows", "gemm_square", "method", "sum_square", "takes_fused", "wide"]
 
@@ -34,3 +34,12 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, 
     if not takes_fused(G):
         return plain.gemm_square(G, X, c)
     return (fused.gemm_square_op if is_compiling() else fused.gemm_square)(G, X, c)
+
+
+def gemm_rows(G: Tensor, X: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of each product G_kᵀX_k (κ, n, i), named by `rows` (κ, n), in float32 at least.
+
+    They are rounded where `gemm_square` rounds the products that it squares: they serve as the cross terms 2 U_k∘E_k of
+    (U_k + E_k)², and where the two cancel, another rounding of U_k would leave anything, negative squares too.
+    """
+    return plain.gemm_rows(G, X, rows, rounded=method(G.shape[1]) == "products" and not takes_fused(G))

@@ -86,17 +86,26 @@ def gemm_groups(G: Tensor, X: Tensor) -> Tensor:
     return torch.bmm(G.transpose(1, 2), X.to(G.dtype))
 
 
-def gemm_rows(G: Tensor, X: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of each product G_kᵀX_k (κ, n, i), named by `rows` (κ, n); no product is formed as a whole."""
-    (kappa, R, out), n, X = G.shape, rows.shape[1], X.to(G.dtype)
+def gemm_rows(G: Tensor, X: Tensor, rows: Tensor, rounded: bool) -> Tensor:
+    """Some rows of each product G_kᵀX_k (κ, n, i), named by `rows` (κ, n); no product is formed as a whole.
+
+    They are float32 at least, and `rounded` to the dtype of G on the way, or not.
+    """
+    (kappa, R, out), n, X, acc = G.shape, rows.shape[1], X.to(G.dtype), wide(G.dtype)
+
+    def product(g: Tensor, x: Tensor) -> Tensor:
+        if rounded or g.dtype == acc:
+            return (g.mT @ x).to(acc)
+        return torch.bmm(g.mT, x, out_dtype=acc) if g.is_cuda else g.mT.to(acc) @ x.to(acc)
+
     if n >= out:
-        return torch.stack([(G[k].t() @ X[k])[rows[k]] for k in range(kappa)])
+        return torch.stack([product(G[k : k + 1], X[k : k + 1])[0, rows[k]] for k in range(kappa)])
     room = max(1, CHUNK_BYTES // max(1, R * G.element_size()))  # columns that are picked at a time
     step, width = max(1, room // n), min(n, room)
     found = []
     for lo in range(0, kappa, step):
         g, x, at = (t[lo : lo + step] for t in (G, X, rows))
-        each = [g.gather(2, part[:, None].expand(-1, R, -1)).mT @ x for part in at.split(width, 1)]
+        each = [product(g.gather(2, part[:, None].expand(-1, R, -1)), x) for part in at.split(width, 1)]
         found.append(each[0] if len(each) == 1 else torch.cat(each, 1))
     return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.embedding_square import embedding_groups, embedding_rows, embedding_square
+from ...kernels.gemm_square import wide
 from ..dispatch import dispatch
 from ..groups import Groups, UnsupportedUse, join
 from ..mini_batch import MiniBatch
@@ -48,12 +49,12 @@ class Linked(base.Squaring):
         ctx.save_for_backward(ids, *links[1::2])
         ctx.use, ctx.rows = use, w.shape[0]
         y = base.owned(F.embedding(ids, w))
-        return y, torch.zeros((), dtype=use.settings[0], device=y.device).expand(ids.numel(), y.shape[-1])
+        return y, torch.zeros((), dtype=wide(w.dtype), device=y.device).expand(ids.numel(), y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, later: Tensor) -> Any:
         ids, *earlier = ctx.saved_tensors
-        groups, axis, (_, padding) = ctx.use.groups, ctx.use.axis, ctx.use.settings
+        groups, axis, padding = ctx.use.groups, ctx.use.axis, ctx.use.settings
         base.refuse_penalty("a table that is also the head", ctx.use)
         if padding is not None:
             g = g.masked_fill((ids == padding)[..., None], 0)
@@ -70,7 +71,10 @@ class Linked(base.Squaring):
 
 
 def _with_cross_terms(ids: Tensor, G: Tensor, later: Tensor, rows: int, c: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`embedding_square` plus 2 Σ_k c_k E_k∘U_k, U_k the `later` uses' share at each place (κ, R, D)."""
+    """`embedding_square` plus 2 Σ_k c_k E_k∘U_k, U_k the `later` uses' share at each place (κ, R, D).
+
+    The second may be negative: `Groups.bounded` looks after the sum, which is complete when all uses have come.
+    """
     dW, S = embedding_square(ids, G, rows, c)
     cross = 2 * G.to(S.dtype) * later.to(S.dtype)
     if c is not None:
@@ -96,10 +100,6 @@ def _of_table(mini: MiniBatch, entry: Entry, ids: Tensor, use: base.Use) -> Tens
             f"{entry.name} goes through several embeddings inside of checkpoints; take the embeddings out of them"
         )
     links = () if again else entry.links
-    kind = use.weights[0].value.dtype
-    if torch.is_autocast_enabled(ids.device.type) and kind != torch.float64:
-        kind = torch.get_autocast_dtype(ids.device.type)
-    use.settings = kind, use.settings
     y, rows = base.call(Linked, ids, use, *[t for link in links for t in link])
     if not again:
         tokens = ids.movedim(use.axis, 0).reshape(-1)
