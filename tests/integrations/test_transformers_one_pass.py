@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from invariant_adam.integrations.transformers import InvariantTrainer
-from invariant_adam.integrations.window import OwnMeans, TokenMeans
+from invariant_adam.integrations.window import OwnLosses, OwnMeans, TokenMeans
 
 
 @pytest.mark.parametrize(("per_device", "accumulation"), [(4 * M, 1), (2 * M, 2)])
@@ -127,3 +127,21 @@ def test_a_loss_that_is_given_its_number_of_items_is_a_sum_of_each_micro_batch()
     logits, labels = torch.randn(2 * M, 5, 7), torch.randint(7, (2 * M, 5))
     got, want = (kind(ForCausalLMLoss, M)(logits, labels, 7, num_items_in_batch=3) for kind in (TokenMeans, OwnMeans))
     assert torch.equal(got, want)
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_a_compiled_models_loss_is_a_graph_of_its_own_unless_one_graph_is_asked_for(build, whole):
+    """In the graph of the logits, which are returned too, they would have a gradient of zeros of their size."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build()
+    run = torch.compile(model, backend="aot_eager", fullgraph=whole)
+    ids = torch.randint(model.config.vocab_size, (3 * M, 6))
+    with OwnLosses(run, M).of(3 * M, "", ids):
+        found = run(input_ids=ids, labels=ids).loss
+        want = model(input_ids=ids, labels=ids).loss
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 1 if whole else graphs > 1
+    torch.testing.assert_close(found, want)

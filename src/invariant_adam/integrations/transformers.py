@@ -236,9 +236,10 @@ class InvariantAdamMixin(_Trainer):
             next(epoch_iterator, None)
         self._passed = 0
         batches, _ = super().get_batch_samples(epoch_iterator, *args)
-        mine = torch.tensor([self.window.open(batches, self.micro_batch_size)], device=self.args.device)
-        everyone = self.accelerator.gather(mine) if self.args.world_size > 1 else mine
-        self.window.announce(self.invariant_adam, everyone.tolist())
+        everyone = [self.window.open(batches, self.micro_batch_size)]
+        if self.args.world_size > 1:
+            everyone = self.accelerator.gather(torch.tensor(everyone, device=self.args.device)).tolist()
+        self.window.announce(self.invariant_adam, everyone)
         return batches, None
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:

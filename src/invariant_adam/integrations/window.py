@@ -254,7 +254,17 @@ class TokenMeans(OwnMeans):
     """`OwnMeans` of transformers' cross-entropy over tokens, by one call for all micro-batches.
 
     A call for each would cut the logits, a language model's largest tensor, and put their gradients together again.
+
+    Args:
+        loss: transformers' function.
+        micro_batch_size: M, samples.
+        apart: whether a compiled model's loss is to be a graph of its own. In the graph that returns the logits too,
+            these would have a gradient of zeros, as large as they are, to be made and added in every backward.
     """
+
+    def __init__(self, loss: Callable[..., Tensor], micro_batch_size: int, apart: bool = False) -> None:
+        super().__init__(loss, micro_batch_size)
+        self.apart = apart
 
     @staticmethod
     def takes(loss: Any) -> bool:
@@ -263,6 +273,8 @@ class TokenMeans(OwnMeans):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of the micro-batches of the arguments, which are those of transformers' function."""
+        if self.apart and torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
         counted = len(args) > 3 or kwargs.get("num_items_in_batch") is not None  # then it is a sum, not a mean
         return super().__call__(*args, **kwargs) if counted else self._by_token(*args, **kwargs)
 
@@ -305,10 +317,16 @@ class OwnLosses:
         own = [(m, "loss_function") for i, m in enumerate(models) if not i or getattr(m, "loss_type", None) is not None]
         # Made once: a compiled graph looks whether it is the same.
         losses = [(one, name, getattr(one, name)) for one, name in (*own, *others)]
-        self._means = [
-            (one, name, (TokenMeans if TokenMeans.takes(loss) else OwnMeans)(loss, micro_batch_size))
-            for one, name, loss in losses
-        ]
+        # A graph of the whole model, where that is asked for, cannot be cut.
+        compiled = [module.dynamo_ctx for module in model.modules() if hasattr(module, "dynamo_ctx")]
+        apart = bool(compiled) and not any(getattr(context, "fullgraph", True) for context in compiled)
+
+        def means(loss: Callable[..., Tensor]) -> OwnMeans:
+            if TokenMeans.takes(loss):
+                return TokenMeans(loss, micro_batch_size, apart)
+            return OwnMeans(loss, micro_batch_size)
+
+        self._means = [(one, name, means(loss)) for one, name, loss in losses]
         self.micro_batch_size = micro_batch_size
 
     @contextmanager

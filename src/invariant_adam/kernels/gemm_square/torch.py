@@ -100,7 +100,8 @@ def gemm_rows(G: Tensor, X: Tensor, rows: Tensor, rounded: bool) -> Tensor:
 
     if n >= out:
         return torch.stack([product(G[k : k + 1], X[k : k + 1])[0, rows[k]] for k in range(kappa)])
-    room = max(1, CHUNK_BYTES // max(1, R * G.element_size()))  # columns that are picked at a time
+    some = max(CHUNK_BYTES, G.nbytes // 8)  # that are picked at a time: little beside G
+    room = max(1, some // max(1, R * G.element_size()))  # columns
     step, width = max(1, room // n), min(n, room)
     found = []
     for lo in range(0, kappa, step):
