@@ -72,7 +72,14 @@ def test_replicas_are_one_process(tmp_path):
 def test_shards_are_one_process(tmp_path):
     folder, data = ranks("sharded", tmp_path), Sentences(58, unequal=True)
     plan = windows(SEEN, 4) * 3
-    assert assert_left_is_plain(folder / "fsdp.pt", llama, data, plan)["sharded"]
+    left = assert_left_is_plain(folder / "fsdp.pt", llama, data, plan)
+    assert left["sharded"]
+    # One process that has seen the same: what it logs is made of whole moments.
+    logging = {"logging_strategy": "steps", "logging_steps": 1}
+    alone = trained(llama(), arguments(tmp_path / "alone", 4, **logging), [data[i] for i in SEEN])
+    noise = [log["noise_scale"] for log in alone.state.log_history if "noise_scale" in log]
+    assert noise
+    assert left["noise"] == pytest.approx(noise, rel=1e-3)
     after = windows(SEEN[48:], 2) + windows(SEEN, 2) * 2
     assert_left_is_plain(folder / "gone on.pt", llama, data, plan[:3] + after)
     assert_left_is_plain(folder / "grown.pt", llama, data, grown(windows(SEEN, 8) * 3, ranks=2)[0])

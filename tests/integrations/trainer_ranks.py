@@ -43,8 +43,8 @@ def whole(t):
     return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
 
 
-def leave(opt, path):
-    """Write what the plain loop is to have."""
+def leave(opt, path, logs=()):
+    """Write what the plain loop is to have, and what was logged."""
     opt.state_dict()  # normalises the moments
     params = [p for group in opt.param_groups for p in group["params"]]
     found = {
@@ -52,6 +52,7 @@ def leave(opt, path):
         "v": [whole(opt.state[p]["exp_avg_sq"]) for p in params],
         "samples": opt.samples_seen,
         "sharded": isinstance(params[0], DTensor),
+        "noise": [log["noise_scale"] for log in logs if "noise_scale" in log],
     }
     if torch.distributed.get_rank() == 0:
         torch.save(found, path)
@@ -79,8 +80,9 @@ def sharded(folder):
     """Leave a run under FSDP2, and one that went on from a checkpoint of it."""
     data = Sentences(58, unequal=True)
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-    args = arguments(folder / "run", 2, **fsdp, **SAVING)
-    leave(trained(llama(), args, data, InvariantShardedTrainer).invariant_adam, folder / "fsdp.pt")
+    args = arguments(folder / "run", 2, logging_strategy="steps", logging_steps=1, **fsdp, **SAVING)
+    trainer = trained(llama(), args, data, InvariantShardedTrainer)
+    leave(trainer.invariant_adam, folder / "fsdp.pt", trainer.state.log_history)
     resume = str(folder / "run" / "checkpoint-3")
     again = trained(llama(), arguments(folder, 1, **fsdp), data, InvariantShardedTrainer, resume=resume)
     leave(again.invariant_adam, folder / "gone on.pt")

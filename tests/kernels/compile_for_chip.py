@@ -142,6 +142,7 @@ def gemm(dtype: torch.dtype, few: bool) -> None:
         gemm_square_triton.gemm_square(G, X, empty(kappa), into=into(m, n, slots=rows == 100))
         if not few:
             gemm_square_triton.gemm_square(G, X)
+            gemm_square_triton.even_rows(G)
             found = gemm_square_triton.candidates(m, n, rows, dtype)
             for config in {(c.bm, c.bn, c.bk, c.stages): c for c in found}.values():
                 gemm_square_triton.gemm_square(G, X, config=config)

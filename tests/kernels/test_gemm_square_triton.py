@@ -46,6 +46,18 @@ def test_products_and_squares(kappa, rows, m, n, weighted, dtype):
         assert (got.double() - want).norm() / want.norm() < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(3, 5), (4, 16), (2, 4097), (1, 9000)])
+@pytest.mark.parametrize("moved", [0, 1])  # numbers, from an even address
+def test_rows_are_copied_into_even_ones(rows, n, moved, dtype):
+    t = torch.randn(2 * rows * n + moved).to(DEVICE, dtype)[moved:].view(2, rows, n)
+    t[0, 0, 0], t[-1, -1, -1] = torch.nan, torch.inf
+    found = triton_twin.even_rows(t)
+    assert torch.equal(found.nan_to_num(), t.nan_to_num())
+    assert bool(found[0, 0, 0].isnan())
+    assert all(found.stride(d) * found.element_size() % 16 == 0 for d in (0, 1))
+
+
 @pytest.mark.gpu
 def test_tf32_is_rounded_not_cut_off():
     G, X = (torch.randn(6, 256, w, device=DEVICE) for w in (192, 136))

@@ -299,7 +299,7 @@ class InvariantAdamMixin(_Trainer):
             kappa, samples = opt.param_groups[0]["kappa"], opt.samples_seen
             rho = kappa * self.micro_batch_size / (opt.tuned_batch_size or self.micro_batch_size)
             logs.update(kappa=kappa, rho=rho, samples_seen=samples)
-            noise = None if self.is_fsdp_enabled else _noise_scale(opt)  # which would gather all sharded moments
+            noise = _noise_scale(opt)
             if noise is not None:
                 logs["noise_scale"] = noise
         super().log(logs, *args, **kwargs)

@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import chip, tuning
 from ..adam import Fold
 from ..adam.triton import NOTHING_TO_FOLD, put_arguments, put_tile
-from ..launch import Launch, Tiles, cdiv, counters
+from ..launch import Launch, Tiles, cdiv, counters, next_power_of_2
 from ..ops import FLOATS, operator, pair_of
 
 # Columns of one operand from which on it pays to copy the other for tile loads, as the gradient of GPT-2's logits:
@@ -176,7 +176,8 @@ class GemmLaunch:
         # the other is wide enough; if not, loads go by address, masked.
         self.copies = odd[0] or m * size % 16 > 0, odd[1] or n * size % 16 > 0
         loads = here.tile_loads and (n >= WIDE or not self.copies[0]) and (m >= WIDE or not self.copies[1])
-        g, x = (_room(t) if copy else t for t, copy in zip((G, X), self.copies, strict=True)) if loads else (G, X)
+        like = (_room(t)[..., : t.shape[2]] if copy else t for t, copy in zip((G, X), self.copies, strict=True))
+        g, x = like if loads else (G, X)
         self.loads = (Tiles(g, [1, bk, bm]), Tiles(x, [1, bk, bn])) if loads else None
         self.start = Launch(
             _gemm_square, (cut.whole + cut.partials,), whole=cut.whole, rest=cut.rest, size=cut.size,
@@ -188,13 +189,37 @@ class GemmLaunch:
 
     def copied(self, which: int, operand: Tensor) -> Tensor:
         """G or X as tile loads take it."""
-        return _room(operand).copy_(operand) if self.copies[which] else operand
+        return even_rows(operand) if self.copies[which] else operand
+
+
+EVEN = 16  # numbers: a multiple of it is one that Triton knows as such, so that stores are of 16 bytes
+COPIED = 4096  # numbers of a row that a block copies
+
+
+@triton.jit
+def _copy_rows(T, room, N, WIDE, SIZE: tl.constexpr):
+    """room[r, :N] = T[r], rows of N numbers into rows of WIDE."""
+    r, e = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    tl.store(room + r * WIDE + e, tl.load(T + r * N + e, mask=e < N, other=0.0), mask=e < WIDE)
+
+
+@lru_cache(maxsize=256)
+def _copying(rows: int, n: int) -> Launch:
+    wide = cdiv(n, EVEN) * EVEN
+    size = min(COPIED, next_power_of_2(wide))
+    return Launch(_copy_rows, (rows, cdiv(wide, size)), N=n, WIDE=wide, SIZE=size, num_warps=8)
 
 
 def _room(t: Tensor) -> Tensor:
-    """Room for t in rows of whole 16 bytes."""
-    many = 16 // t.element_size()
-    return torch.empty(*t.shape[:2], cdiv(t.shape[2], many) * many, dtype=t.dtype, device=t.device)[..., : t.shape[2]]
+    """Room for t (κ, R, n) in even rows."""
+    return torch.empty(*t.shape[:2], cdiv(t.shape[2], EVEN) * EVEN, dtype=t.dtype, device=t.device)
+
+
+def even_rows(t: Tensor) -> Tensor:
+    """A copy of t (κ, R, n), contiguous, in rows of whole 16 bytes; torch's own takes twice as long for odd rows."""
+    room = _room(t)
+    _copying(t.shape[0] * t.shape[1], t.shape[2])(t, room)
+    return room[..., : t.shape[2]]
 
 
 # What a launch depends on -> the launch, which a layer needs in every update.
