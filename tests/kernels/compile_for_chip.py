@@ -140,9 +140,9 @@ def gemm(dtype: torch.dtype, few: bool) -> None:
     for kappa, rows, m, n in shapes[:2] if few else shapes:
         G, X = empty(kappa, rows, m, dtype=dtype), empty(kappa, rows, n, dtype=dtype)
         gemm_square_triton.gemm_square(G, X, empty(kappa), into=into(m, n, slots=rows == 100))
+        gemm_square_triton.even_rows(G)
         if not few:
             gemm_square_triton.gemm_square(G, X)
-            gemm_square_triton.even_rows(G)
             found = gemm_square_triton.candidates(m, n, rows, dtype)
             for config in {(c.bm, c.bn, c.bk, c.stages): c for c in found}.values():
                 gemm_square_triton.gemm_square(G, X, config=config)
