@@ -102,7 +102,8 @@ def main():
             }  # fmt: skip
             if rows.has(settings):
                 continue
-            ms, first, peak, loss = run(name, size, accumulation, compiled, options.length, options.updates, options.small)
+            how = compiled, options.length, options.updates, options.small
+            ms, first, peak, loss = run(name, size, accumulation, *how)
             made = {"ms": round(ms, 3), "first_s": round(first, 1), "peak_gib": peak and round(peak, 2), "loss": loss}
             rows.add(settings, made)
             print(settings | made, flush=True)
