@@ -77,8 +77,9 @@ def speed_rows(found, figure):
         "At equal η₀ invariant Adam takes smaller steps, and slower runs lie closer together. So standard Adam's "
         "spread is also read off at the final loss that invariant Adam reached: between two learning rates, spread "
         "and loss are interpolated in their logarithms. The final loss is that of the last epoch, as a geometric mean "
-        "over batch sizes. The *order floor* is the least that can be reached: how far runs at B = M lie apart when "
-        "only the order of micro-batches inside each block of B_max samples changes."
+        "over batch sizes. *Outside the range tried*: standard Adam was not run at rates that slow. *Not reached*: its "
+        "loss is higher at every rate tried. The *order floor* is the least that can be reached: how far runs at B = M "
+        "lie apart when only the order of micro-batches inside each block of B_max samples changes."
     )
     yield ""
     head = ("final loss, standard", "final loss, invariant", "spread, standard", "spread, invariant")

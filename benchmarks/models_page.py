@@ -87,16 +87,26 @@ def trainer_rows(measured, source):
         for row in rows:
             key = (row["compiled"], row["per_device"], row["accumulation"])
             times.setdefault(key, {}).setdefault(row["trainer"], []).append(row)
-        yield "| | sequences per step × steps per update | AdamW, ms | InvariantAdam, ms | ratio | peak GiB (AdamW) |"
+        yield (
+            "| | sequences per step × steps per update | AdamW, ms | InvariantAdam, ms | ratio (of each turn) | "
+            "peak GiB (AdamW) |"
+        )
         yield "|---|---|---|---|---|---|"
         for (compiled, size, steps), by_name in times.items():
             ours = next((n for n in by_name if n != "AdamW"), None)
             if ours is None or "AdamW" not in by_name:
                 continue
-            plain, own = (statistics.median(row["ms"] for row in by_name[n]) for n in ("AdamW", ours))
-            peaks = [max(row["peak_gib"] for row in by_name[n]) for n in (ours, "AdamW")]
+            # A turn has both, one after the other.
+            each = [{row["turn"]: row for row in by_name[n]} for n in ("AdamW", ours)]
+            turns = [turn for turn in each[0] if turn in each[1]]
+            if not turns:
+                continue
+            plain, own = (statistics.median(rows[turn]["ms"] for turn in turns) for rows in each)
+            peaks = [max(rows[turn]["peak_gib"] for turn in turns) for rows in reversed(each)]
             way = f"{ours.partition(', ')[2]}, {'compiled' if compiled else 'eager'}"
-            cells = f"{plain:.0f} | {own:.0f} | {own / plain:.2f} | {peaks[0]:.1f} ({peaks[1]:.1f})"
+            ratios = ", ".join(f"{each[1][turn]['ms'] / each[0][turn]['ms']:.2f}" for turn in turns)
+            ratio = f"{own / plain:.2f} ({ratios})" if len(turns) > 1 else f"{own / plain:.2f}"
+            cells = f"{plain:.0f} | {own:.0f} | {ratio} | {peaks[0]:.1f} ({peaks[1]:.1f})"
             yield f"| {way} | {size} × {steps} | {cells} |"
         yield ""
         versions = sorted({row["transformers"] for row in rows})

@@ -84,9 +84,11 @@ def curve_rows(root):
         for lr0 in sorted({run.lr0 for run in plan(model, "paper").runs}):
             sizes = sorted({run.batch_size for run in plan(model, "paper").runs})
             if (model, lr0) not in tried:
-                rows.append((MODELS[model], rate(lr0), UNTRIED, "", "", "", "", ", ".join(map(str, sizes))))
+                rows.append((MODELS[model], rate(lr0), UNTRIED, "", "", "", "", "", ", ".join(map(str, sizes))))
                 continue
             ours, above, below = tried[model, lr0]
+            cut = measures.measure(found.group(model, ours._replace(grow=0.1), lr0))
+            whole = cut is not None and set(cut.batch_sizes) == set(below.batch_sizes)
             rows.append(
                 (
                     MODELS[model],
@@ -96,9 +98,13 @@ def curve_rows(root):
                     say(below.value),
                     times(measures.ratio(below.value, above.value)),
                     lab_speed.at_loss(found, model, ours, lr0),
+                    f"{HELD if cut.value <= measures.TOLERANCE else NOT}, {say(cut.value)}" if whole else "",
                     ", ".join(str(size) for size in sizes if size not in below.batch_sizes),
                 )
             )
     assert all(math.isfinite(below.value) for _, _, below in tried.values())
-    head = ("model", "η₀", "here", "spread, standard", "spread, invariant", "ratio", "at equal loss", "B not tried")
+    head = (
+        "model", "η₀", "here", "spread, standard", "spread, invariant", "ratio", "at equal loss", "grown in: spread",
+        "B not tried",
+    )  # fmt: skip
     yield from lab_speed.table(head, rows)

@@ -497,6 +497,35 @@ def test_growing_in_on_a_gpu_is_what_the_results_page_says_it_is(lab_results):
     assert f"and {ratio(grown, 1e-5):.0f} of {ratio(ours, 1e-5):.0f} at 1e-5" in page
 
 
+def test_growing_in_on_the_papers_models_is_what_the_pages_say_it_is(lab_results):
+    page, paper = (" ".join((ROOT / "docs" / name).read_text("utf-8").split()) for name in ("results.md", "paper.md"))
+
+    def of(model, lr0):
+        """Spread grown in; ratios to standard Adam grown in and not, over the same batch sizes."""
+        (ours,) = (s for s in lab_results.paper_pair(model) if s.algorithm == "invariant")
+        series = ours._replace(grow=0.1), ours, ours.rival
+        cut, whole, rival = compare([lab_results.group(model, s, lr0) for s in series])
+        assert 25 in cut.batch_sizes
+        assert max(cut.batch_sizes) == (400 if model == "vit" else 800)
+        return cut.value, rival.value / cut.value, rival.value / whole.value
+
+    def both(model, lr0, form=".0f"):
+        _, grown, as_is = of(model, lr0)
+        return f"{grown:{form}} of {as_is:{'.0f' if as_is > 10 else '.2g'}}"
+
+    (ln,) = (s for s in lab_results.paper_pair("resnet-ln") if s.algorithm == "invariant")
+    equal = matched(lab_results, "resnet-ln", ln._replace(grow=0.1), 1e-4).ratio
+    assert f"with layer norm {both('resnet-ln', 1e-4)} at 1e-4 ({equal:.1f} at equal loss)" in page
+    assert f"little there: {both('resnet-bn', 1e-4)}, and {both('vit', 1e-4)}." in page
+    apart = f"lie {100 * of('vit', 1e-3)[0]:.2g} % apart"
+    assert f"At 1e-3 it makes {both('vit', 1e-3)} in the ViT, whose batch sizes then {apart}" in page
+    layers = both("resnet-ln", 1e-3, ".1f")
+    assert f"and {both('resnet-bn', 1e-3)} with batch norm, but {layers} with layer norm" in page
+    assert f"the batch sizes {apart}" in paper
+    as_is = spread_of(lab_results, "resnet-ln", "invariant", 1e-4)
+    assert f"from {as_is:.2g} to {of('resnet-ln', 1e-4)[0]:.2g}, which is still more than 1 %" in paper
+
+
 def test_the_speed_page_quotes_the_thread_that_backwards_run_in():
     rows = json.loads((ROOT / "benchmarks" / "results" / "calling_thread_h200.json").read_text("utf-8"))["rows"]
     ms = {(row["model"], row["method"], row["own_thread"]): row["ms"] for row in rows}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lab_results import PAIR, rows, write
 
 from invariant_adam_lab.results.curves import NOT_ALWAYS, Results, load
-from invariant_adam_lab.results.measures import NOT_MEASURED, OUTSIDE, final, floor, matched, measure
+from invariant_adam_lab.results.measures import BELOW, NOT_MEASURED, OUTSIDE, final, floor, matched, measure
 
 INVARIANT, STANDARD = PAIR
 
@@ -48,8 +48,8 @@ def test_what_lies_outside_of_what_was_tried_is_said_and_not_guessed(tmp_path):
     results = results_of(tmp_path, points)
     # 1.8 is reached by a learning rate that is too large alone, which is no slower rival but a worse one.
     assert [(found.why, found.ratio) for found in (at(results, lr0) for lr0 in (1e-5, 1e-4))] == [
-        (OUTSIDE, pytest.approx(math.nan, nan_ok=True))
-    ] * 2
+        (why, pytest.approx(math.nan, nan_ok=True)) for why in (OUTSIDE, BELOW)
+    ]
     assert at(results, 1e-3).between == (1e-5, 1e-4)
     assert at(results, 1e-3, metric="end_train_loss").why == NOT_MEASURED
 

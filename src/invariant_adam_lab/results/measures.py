@@ -19,6 +19,7 @@ from .curves import METRICS, Curve, Results, Series, by_batch_size, rate
 
 TOLERANCE = 0.01  # a spread of 0.01 is 1 % of the loss: beyond it invariance is said to break
 OUTSIDE = "outside the range tried"
+BELOW = "not reached"  # by the rival, whose loss is higher at every learning rate tried
 NOT_MEASURED = "not measured"
 
 
@@ -311,7 +312,7 @@ def matched(
             part = (math.log(loss) - math.log(x)) / (math.log(x2) - math.log(x)) if x != x2 else 0.5
             found.append((math.exp((1 - part) * math.log(y) + part * math.log(y2)), (one, two)))
     if not found:
-        return Matched(loss, own, math.nan, math.nan, (), OUTSIDE)
+        return Matched(loss, own, math.nan, math.nan, (), BELOW if loss < fastest else OUTSIDE)
     rival, between = min(found)
     return Matched(loss, own, rival, ratio(own, rival), between, "")
 
