@@ -45,6 +45,24 @@ def test_it_is_the_plain_loop(tmp_path, build, accumulation, samples, unequal):
     assert not any("grad_norm" in log for log in logs)
 
 
+def test_gradients_that_are_no_numbers_are_logged(tmp_path):
+    """Trainer leaves a NaN out of the loss that it logs, and on a GPU no step asks how many gradients are none."""
+    model, seen = llama(), []
+    last = model.lm_head.weight
+
+    def nan_once(module, grads):
+        seen.append(module)
+        return (grads[0] * math.nan,) if len(seen) == 3 else None
+
+    model.lm_head.register_full_backward_pre_hook(nan_once)
+    with pytest.warns(RuntimeWarning, match="gradient elements were not finite"):
+        trainer = trained(model, arguments(tmp_path, 1, logging_strategy="steps", logging_steps=1), Sentences(32))
+    logs = [log.get("nonfinite", 0) for log in trainer.state.log_history if "loss" in log]
+    assert logs[:2] == [0, 0]
+    assert logs[2] >= last.numel()
+    assert bool(last.isfinite().all())
+
+
 @pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.2}, {"per_device_train_batch_size": 2 * M, "one_pass": True}])
 def test_growing_in_is_the_plain_loop_over_the_same_cuts(tmp_path, how):
     data, once = Sentences(58, unequal=True), "one_pass" in how

@@ -293,12 +293,15 @@ class InvariantAdamMixin(_Trainer):
             raise UnsupportedUse(f"{error}. With a Trainer, {remedy}") from error
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log κ, ρ, the samples seen and the noise scale beside the loss."""
+        """Log κ, ρ, the samples seen and the noise scale beside the loss, and what was left out of the moments."""
         if "loss" in logs:
             opt = self.invariant_adam
             kappa, samples = opt.param_groups[0]["kappa"], opt.samples_seen
             rho = kappa * self.micro_batch_size / (opt.tuned_batch_size or self.micro_batch_size)
             logs.update(kappa=kappa, rho=rho, samples_seen=samples)
+            if opt.nonfinite:  # on a GPU a step does not ask, and the trainer leaves a NaN out of the loss it logs
+                logs["nonfinite"] = opt.nonfinite
+                opt.queue.nonfinite.report(samples)
             noise = _noise_scale(opt)
             if noise is not None:
                 logs["noise_scale"] = noise
