@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/models.py --out benchmarks/results/models_h200.json
 
-The commands of a group run twice. First side by side, timed hardly at all, which fills the caches of compilers;
-`--cold` keeps what they measured, first seconds and first memory with cold caches among it. Then one after the other,
-each alone on the machine: a process that only waits beside them is one too many for a step that waits for the host.
+The commands of a group run twice. First side by side, timed hardly at all, which fills the caches of compilers; what
+they measured, first seconds with cold caches among it, stays beside their logs. Then one after the other, each alone on
+the machine: others at work beside it slow down a step that waits for the host.
 Groups follow each other, so that their models fit into one GPU's memory. Rows that the file has are not measured again.
 """
 
@@ -59,10 +59,10 @@ def checkpointed_llama(tokens=2048, **changes):
     return model, make_batch
 
 
-def commands(group, out, rounds, methods):
-    """The commands of a group."""
+def command(case, out, rounds, methods):
+    """The command of a case."""
     bench = [sys.executable, "-m", "invariant_adam", "bench", "one-pass", "--out", str(out), "--rounds", str(rounds)]
-    return [[*bench, "--methods", methods, *case] for case in GROUPS[group]]
+    return [*bench, "--methods", methods, *case]
 
 
 class Clock:
@@ -90,9 +90,8 @@ def main():
     parser.add_argument("--groups", default=",".join(GROUPS), help="which, with commas (default: %(default)s)")
     parser.add_argument("--methods", default="plain,one-pass,into", help="as of bench one-pass (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; the median counts")
-    parser.add_argument("--cold", type=Path, help="keep what the first run of each command measured, with cold caches")
     parser.add_argument("--warm", action="store_true", help="the caches are filled: leave the first runs out")
-    parser.add_argument("--logs", type=Path, default=Path("runs/models"), help="folder for what the commands print")
+    parser.add_argument("--logs", type=Path, default=Path("runs/models"), help="for logs and for cold runs' results")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args()
     unknown = set(options.groups.split(",")) - GROUPS.keys()
@@ -101,8 +100,9 @@ def main():
     clock = Clock()
     options.logs.mkdir(parents=True, exist_ok=True)
     for group in options.groups.split(","):
-        cold = commands(group, options.cold or options.logs / "cold.json", 1, options.methods)
-        alone = commands(group, options.out, options.rounds, options.methods)
+        first = [options.logs / f"{group}-{i}-cold.json" for i in range(len(GROUPS[group]))]
+        cold = [command(case, out, 1, options.methods) for case, out in zip(GROUPS[group], first, strict=True)]
+        alone = [command(case, options.out, options.rounds, options.methods) for case in GROUPS[group]]
         if options.list:
             print("\n".join(" ".join(line) for line in alone))
             continue

@@ -108,19 +108,15 @@ class Rows:
         self.code = source_digest()
         self.rows: list[dict[str, Any]] = []
         self.new: list[dict[str, Any]] = []
-        self.read()
-
-    def read(self) -> None:
-        """Read the rows of the file again: another command may have added some."""
-        if not self.path.exists():
+        if not path.exists():
             return
-        found = read_json(self.path)
+        found = read_json(path)
         if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
-            raise ValueError(f"--out {self.path} is not a result of this command; choose another file")
+            raise ValueError(f"--out {path} is not a result of this command; choose another file")
         for key, here in self.head.items():
             if found.get(key) != here:
                 raise ValueError(
-                    f"--out {self.path} holds rows of {key} = {found.get(key)}, and here it is {here}: one file holds "
+                    f"--out {path} holds rows of {key} = {found.get(key)}, and here it is {here}: one file holds "
                     "rows that can be compared; choose another file"
                 )
         self.rows = found["rows"]

@@ -314,9 +314,7 @@ def jobs(wanted: list[Case], methods: list[str], rows: Rows) -> list[Job]:
     return found
 
 
-def measure(
-    todo: list[Job], rows: Rows, *, rounds: int, tell: Tell, turn: timing.Turn | None = None
-) -> Iterator[dict[str, Any]]:
+def measure(todo: list[Job], rows: Rows, *, rounds: int, tell: Tell) -> Iterator[dict[str, Any]]:
     """Measure case by case, and yield the rows of one once they are written.
 
     The methods of a case are made ready first, which compiles and checks them, then timed. A method that fails gives a
@@ -327,24 +325,15 @@ def measure(
         rows: where to write it.
         rounds: how often each method is timed.
         tell: is told what goes on.
-        turn: waits, once the first case is ready, until the machine is this command's alone.
     """
     if not todo:
-        with turn or nullcontext():
-            return
+        return
     device = torch.device(todo[0][0].device)
     ceilings: timing.Ceilings | None = None
-    with timing.fast_math(), timing.many_graphs(), turn or nullcontext():
+    with timing.fast_math(), timing.many_graphs():
         for jobs_of_case in _by_plain(todo):
             _clear(jobs_of_case[0][0])
-            ready = _prepare(jobs_of_case, tell, patient=turn is not None)
-            if turn is not None and ceilings is None:
-                tell("waiting for the others")
-                if device.type == "cuda":
-                    gc.collect()
-                    torch.cuda.empty_cache()  # they need the memory while this command waits
-                turn.wait()
-                rows.read()
+            ready = _prepare(jobs_of_case, tell)
             if ceilings is None:
                 tell("measuring the ceilings of the machine")
                 ceilings = timing.ceilings(device, getattr(torch, todo[0][0].precision))
@@ -380,31 +369,22 @@ def _by_plain(todo: list[Job]) -> list[list[Job]]:
     return found
 
 
-def _prepare(todo: list[Job], tell: Tell, patient: bool) -> dict[tuple[int | None, str], _Ready | Exception]:
+def _prepare(todo: list[Job], tell: Tell) -> dict[tuple[int | None, str], _Ready | Exception]:
     """Make plain and the methods ready, by micro-batch size (None for plain) and method; errors in their place.
 
     Args:
         todo: the jobs, which share a plain pass.
         tell: is told what goes on.
-        patient: try again where memory is short, since others are getting ready on the same device.
     """
     ready: dict[tuple[int | None, str], _Ready | Exception] = {}
     for case, method in [(todo[0][0], "plain"), *todo]:
         key = (None if method == "plain" else case.micro_batch, method)
         if key not in ready:
             tell(f"{case}: {method} made ready")
-            for again in (*[patient] * 5, False):
-                try:
-                    ready[key] = _Ready(case, method)
-                except Exception as error:
-                    ready[key] = error
-                    if again and isinstance(error, torch.OutOfMemoryError):
-                        error.__traceback__ = None  # it holds the tensors there are
-                        gc.collect()
-                        torch.cuda.empty_cache()
-                        time.sleep(10)
-                        continue
-                break
+            try:
+                ready[key] = _Ready(case, method)
+            except Exception as error:
+                ready[key] = error
     for case, method in todo:
         if method == "plain":
             ready[case.micro_batch, method] = ready[None, method]

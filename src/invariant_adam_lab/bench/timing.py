@@ -6,15 +6,11 @@ on the CPU, `perf_counter` does.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -103,60 +99,6 @@ def interleaved(
         for name in order.sample(list(work), len(work)):
             times[name].append(clock(work[name], device, calls[name]))
     return {name: Taken(statistics.median(t), min(t), rounds, calls[name]) for name, t in times.items()}
-
-
-class Turn:
-    """Lets several commands get ready at once and time one after the other, each with the machine to itself.
-
-    Args:
-        folder: common to the commands, which leave their marks there; the last one removes it.
-        number: of commands.
-        patience: seconds to wait for the others to be ready.
-    """
-
-    def __init__(self, folder: Path, number: int, patience: float = 3600.0) -> None:
-        self.folder, self.number, self.patience = folder, number, patience
-
-    def __enter__(self) -> Turn:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not any(_is_alive(int(mark.name.partition("-")[2])) for mark in self.folder.glob("*-*")):
-            for mark in self.folder.glob("*-*"):  # left by killed commands, which would count as ready
-                mark.unlink(missing_ok=True)
-        self._lock = (self.folder / "turn").open("w")
-        return self
-
-    def wait(self) -> None:
-        """Say that this command is ready, and wait for the others to be and for its turn."""
-        self._mark("ready")
-        end = time.monotonic() + self.patience
-        while (ready := len(list(self.folder.glob("ready-*")))) < self.number:
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"--together {self.number}: only {ready} commands are ready after {self.patience:g} s (marks in "
-                    f"{self.folder}); start all of them with the same --out, or leave --together out"
-                )
-            time.sleep(0.2)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def __exit__(self, *exception: object) -> None:
-        self._mark("ready")  # a command that failed keeps nobody waiting
-        self._mark("left")
-        if len(list(self.folder.glob("left-*"))) >= self.number:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
-
-    def _mark(self, what: str) -> None:
-        (self.folder / f"{what}-{os.getpid()}").touch()
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def captured(work: Work, first: int = 1) -> Work:

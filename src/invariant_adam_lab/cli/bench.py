@@ -54,14 +54,6 @@ def bench_one_pass(
     device: Where = None,
     rounds: Rounds = 10,
     out: Out = None,
-    together: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="How many such commands were started at once with one --out: they compile side by side, wait for "
-            "each other, and time in turn.",
-        ),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time a training step of each method over one plain pass with fused AdamW.
@@ -81,22 +73,16 @@ def bench_one_pass(
     Example: [cyan]invariant-adam bench one-pass --model timm:convnext_tiny --batch 128 --micro-batch 8[/cyan]
     """
     from ..bench import one_pass as bench
-    from ..bench.timing import Turn
 
     where = device_of(device)
     try:
         chosen = bench.check_methods(words(methods))
         wanted = _cases(model, batch, micro_batch, compiled, precision, options, where, graph, mode)
-        if together and out is None:
-            raise ValueError("--together needs the --out that the commands share")
-        if together and len({case.model for case in wanted}) > 1:
-            raise ValueError("--together is for commands of one --model each: a second would be compiled during timing")
     except ValueError as error:
         fail(error)
-    turn = Turn(out.with_suffix(".turns"), together) if together and out else None
     rows = _rows(out, "one-pass", where, "a training step over one plain pass with torch.optim.AdamW(fused=True)")
     todo = bench.jobs(wanted, chosen, rows)
-    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, rounds=rounds, tell=tell, turn=turn), bench, as_json)
+    _bench(rows, len(todo), lambda tell: bench.measure(todo, rows, rounds=rounds, tell=tell), bench, as_json)
 
 
 def bench_step(
