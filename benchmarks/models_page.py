@@ -1,6 +1,7 @@
 """Blocks about what people bring: models of timm and transformers, Trainer; and version 0.1 beside this code."""
 
 import statistics
+import textwrap
 
 HOW = {
     (False, False, None): "eager",
@@ -79,6 +80,31 @@ def limit_rows(measured, source):
             yield f"| {label(row)} | {how(row)} | {row['method']} | {times} |"
         yield ""
         yield from source(name, result)
+
+
+PARTS = {  # of the host's time: what is on Python's stack
+    "launches of our kernels": "invariant_adam/kernels/launch.py:__call__",
+    "folds": "invariant_adam/one_pass/context.py:_hand_over",
+    "opening the context": "invariant_adam/one_pass/context.py:__enter__",
+    "`opt.step()`": "src/invariant_adam/optimizer.py:step",
+}
+
+
+def sample_rows(measured):
+    """What the host does in an update, by looking at Python's stack."""
+    for name, result, rows in measured("host_samples_h200"):
+        cases = {}
+        for row in rows:
+            cases.setdefault((label(row), how(row)), {})[row["method"]] = row
+        yield "| model | how | plain, ms | one pass, ms | of it: " + " | ".join(PARTS) + " |"
+        yield "|---|---|---|---|" + "---|" * len(PARTS)
+        for (model, way), each in cases.items():
+            plain, own = each["plain"], each["one-pass"]
+            parts = " | ".join(f"{own['functions'].get(part, 0):.1f}" for part in PARTS.values())
+            yield f"| {model} | {way} | {plain['host_ms']:.1f} | {own['host_ms']:.1f} | {parts} |"
+        yield ""
+        said = f"{result['device']}, torch {result['torch']}; by {result['command']}; kept as `{name}.json`."
+        yield from textwrap.wrap(said, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def trainer_rows(measured, source):
