@@ -33,10 +33,12 @@ def speed_figure(results: Results, metric: str) -> Figure:
             label = labels[model, series]
             (line,) = ax.plot([p.loss for p in found], [p.spread for p in found], **styles[label], label=label)
             handles.setdefault(label, line)
-            look: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 7.5, "color": line.get_color()}
-            for point in () if series.grow else found:  # grown in, η₀ are those of the same colour above
-                below = -14 if series.algorithm == "invariant" else 8
-                ax.annotate(power_of_ten(point.lr0), (point.loss, point.spread), (0, below), **look)
+            look: Any = {"textcoords": "offset points", "fontsize": 7.5, "color": line.get_color()}
+            place, side = ((0, -14), "center") if series.algorithm == "invariant" else ((0, 8), "center")
+            if series._replace(grow=0.1) in drawn and not series.grow:  # whose own are below
+                place, side = (-4, 5), "right"
+            for point in found:
+                ax.annotate(power_of_ten(point.lr0), (point.loss, point.spread), place, ha=side, **look)
         ours = [series for series in drawn if series.algorithm == "invariant"][:1]
         floors = sorted((p.loss, p.floor) for series in ours for p in drawn[series] if p.floor > 0)
         if floors:
@@ -50,7 +52,7 @@ def speed_figure(results: Results, metric: str) -> Figure:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.xaxis.set_minor_locator(NullLocator())
         ax.invert_xaxis()
-        ax.margins(x=0.14)
+        ax.margins(x=0.2)
         ax.set_title(f"{MODELS.get(model, model)},\n{sizes_said(sizes)}", loc="left", fontweight="bold")
         ax.set_xlabel("final loss")
     drawn_points = [point for drawn in panels_of.values() for found in drawn.values() for point in found]
