@@ -96,12 +96,13 @@ def sample_rows(measured):
         cases = {}
         for row in rows:
             cases.setdefault((label(row), how(row)), {})[row["method"]] = row
-        yield "| model | how | plain, ms | one pass, ms | of it: " + " | ".join(PARTS) + " |"
-        yield "|---|---|---|---|" + "---|" * len(PARTS)
+        yield "| model | how | plain, ms | one pass, ms | of it: " + " | ".join(PARTS) + " | updates in a row, ratio |"
+        yield "|---|---|---|---|---|" + "---|" * len(PARTS)
         for (model, way), each in cases.items():
             plain, own = each["plain"], each["one-pass"]
             parts = " | ".join(f"{own['functions'].get(part, 0):.1f}" for part in PARTS.values())
-            yield f"| {model} | {way} | {plain['host_ms']:.1f} | {own['host_ms']:.1f} | {parts} |"
+            times = f"{plain['host_ms']:.1f} | {own['host_ms']:.1f} | {parts} | {own['ms'] / plain['ms']:.2f}"
+            yield f"| {model} | {way} | {times} |"
         yield ""
         said = f"{result['device']}, torch {result['torch']}; by {result['command']}; kept as `{name}.json`."
         yield from textwrap.wrap(said, 120, break_long_words=False, break_on_hyphens=False)

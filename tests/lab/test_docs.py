@@ -533,6 +533,10 @@ def test_the_speed_page_quotes_the_thread_that_backwards_run_in():
     vit, resnet = (ms[model, "one-pass", False] / ms[model, "plain", True] for model in dict.fromkeys(k[0] for k in ms))
     assert f"[{vit:.2f} of plain's time]" in page
     assert f"and ResNet-18 {resnet:.2f}." in page
+    rows = json.loads((ROOT / "benchmarks" / "results" / "host_samples_h200.json").read_text("utf-8"))["rows"]
+    ms = {(row["model"], row["compiled"], row["method"]): row["ms"] for row in rows}
+    eager, compiled, vit = (ms[(*case, "one-pass")] / ms[(*case, "plain")] for case in dict.fromkeys(k[:2] for k in ms))
+    assert f"took {eager:.2f} for ResNet-18 in eager mode, {compiled:.2f} compiled, and {vit:.2f} for a" in page
 
 
 def test_where_the_page_about_the_paper_disagrees(lab_results):
