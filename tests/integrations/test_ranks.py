@@ -55,6 +55,10 @@ def test_replicas_are_one_process(tmp_path):
     for name, options in (("ddp", {}), ("clipped", {"max_micro_norm": 0.2, "fold": "call"}), ("one pass", {})):
         assert_left_is_plain(folder / f"{name}.pt", gpt2, data, plan, **options)
     assert_left_is_plain(folder / "grown.pt", gpt2, data, grown(windows(SEEN, 8) * 3, ranks=2)[0])
+    first, second = (torch.load(folder / f"nonfinite-{rank}.pt") for rank in (0, 1))
+    assert first == second
+    assert first[:2] == [0, 0]
+    assert first[2] > 0
     # Without a length Accelerate deals samples out, the last two one to each rank.
     streamed = [*windows(range(48), 4), [range(48, 52), range(52, 56), [56], [57]]] * 3
     assert_left_is_plain(folder / "streamed.pt", gpt2, data, streamed)
@@ -74,6 +78,7 @@ def test_shards_are_one_process(tmp_path):
     plan = windows(SEEN, 4) * 3
     left = assert_left_is_plain(folder / "fsdp.pt", llama, data, plan)
     assert left["sharded"]
+    assert left["alone"] > 0
     # One process that has seen the same: what it logs is made of whole moments.
     logging = {"logging_strategy": "steps", "logging_steps": 1}
     alone = trained(llama(), arguments(tmp_path / "alone", 4, **logging), [data[i] for i in SEEN])

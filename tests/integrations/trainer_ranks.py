@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,7 +37,10 @@ class ShardedTrainer(Trainer):
 
 
 class InvariantShardedTrainer(InvariantAdamMixin, InOrder, ShardedTrainer):
-    pass
+    def compute_loss(self, *args, **kwargs):
+        if self.is_world_process_zero():
+            self.log({"loss": 0.0, "alone": 1.0})  # as users do, on one rank: nobody must wait for the others
+        return super().compute_loss(*args, **kwargs)
 
 
 def whole(t):
@@ -53,9 +57,26 @@ def leave(opt, path, logs=()):
         "samples": opt.samples_seen,
         "sharded": isinstance(params[0], DTensor),
         "noise": [log["noise_scale"] for log in logs if "noise_scale" in log],
+        "alone": sum("alone" in log for log in logs),
     }
     if torch.distributed.get_rank() == 0:
         torch.save(found, path)
+
+
+def nowhere_else(folder, data):
+    """Leave the logs of a run in which the second rank alone has gradients that are no numbers, once."""
+    model, seen = gpt2(), []
+
+    def nan_once(module, grads):
+        seen.append(module)
+        return (grads[0] * torch.nan,) if len(seen) == 3 and torch.distributed.get_rank() == 1 else None
+
+    model.lm_head.register_full_backward_pre_hook(nan_once)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trained(model, arguments(folder / "nan", 1, logging_strategy="steps", logging_steps=1), data)
+    torch.save([log.get("nonfinite", 0) for log in trainer.state.log_history if "loss" in log],
+               folder / f"nonfinite-{torch.distributed.get_rank()}.pt")  # fmt: skip
 
 
 def replicated(folder):
@@ -69,6 +90,7 @@ def replicated(folder):
     ):
         trainer = trained(gpt2(), arguments(folder / name, **changed), data, OrderedTrainer, **options)
         leave(trainer.invariant_adam, folder / f"{name}.pt")
+    nowhere_else(folder, data)
     streamed = trained(gpt2(), arguments(folder, 2, max_steps=12), Stream(data))
     leave(streamed.invariant_adam, folder / "streamed.pt")
     resume = str(folder / "ddp" / "checkpoint-3")

@@ -130,6 +130,19 @@ def test_compiled_in_one_graph_that_is_not_made_again(how: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_with_lengths_that_vary(whole: bool, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tied(vocabulary=200).double()  # of more rows than a micro-batch has tokens: some are picked
+    run = torch.compile(model, fullgraph=whole, dynamic=dynamic, backend="aot_eager")
+    for length in (4, 6, 9):
+        model.zero_grad()
+        assert_exact(model, (ids(length, B, 200),), loss, 3, run=run)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_near_the_loop_in_float64(dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)

@@ -100,7 +100,7 @@ def gemm_rows(G: Tensor, X: Tensor, rows: Tensor, rounded: bool) -> Tensor:
 
     if n >= out:
         return torch.stack([product(G[k : k + 1], X[k : k + 1])[0, rows[k]] for k in range(kappa)])
-    some = max(CHUNK_BYTES, G.nbytes // 8)  # that are picked at a time: little beside G
+    some = max(CHUNK_BYTES, G.numel() * G.element_size() // 8)  # bytes that are picked at a time: little beside G
     room = max(1, some // max(1, R * G.element_size()))  # columns
     step, width = max(1, room // n), min(n, room)
     found = []
