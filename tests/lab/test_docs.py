@@ -518,7 +518,16 @@ def test_growing_in_on_the_papers_models_is_what_the_pages_say_it_is(lab_results
     assert f"with layer norm {both('resnet-ln', 1e-4)} at 1e-4 ({equal:.1f} at equal loss)" in page
     assert f"little there: {both('resnet-bn', 1e-4)}, and {both('vit', 1e-4)}." in page
     apart = f"lie {100 * of('vit', 1e-3)[0]:.2g} % apart"
-    assert f"At 1e-3 it makes {both('vit', 1e-3)} in the ViT, whose batch sizes then {apart}" in page
+    assert f"At 1e-3 growing in makes {both('vit', 1e-3)} in the ViT, whose batch sizes then {apart}" in page
+
+    def first_epoch(model):
+        (ours,) = (s for s in lab_results.paper_pair(model) if s.algorithm == "invariant")
+        series = ours, ours._replace(grow=0.1)
+        found = (measure(lab_results.group(model, s, 1e-4), epochs=[1]).value for s in series)
+        return "from {:.2g} to {:.2g}".format(*found)
+
+    layers, patches = first_epoch("resnet-ln"), first_epoch("vit")
+    assert f"In the first epoch at 1e-4 the spread falls {layers} with layer norm and {patches} in the ViT" in page
     layers = both("resnet-ln", 1e-3, ".1f")
     assert f"and {both('resnet-bn', 1e-3)} with batch norm, but {layers} with layer norm" in page
     assert f"the batch sizes {apart}" in paper
