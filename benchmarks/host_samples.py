@@ -71,6 +71,8 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/host_samples.json"), help="results, a row at a time")
     parser.add_argument("--seconds", type=float, default=1.2, help="of each method's updates (default: %(default)s)")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the host is looked at while it launches for a GPU, and this machine has none")
     warnings.simplefilter("ignore")  # of first updates
     device = torch.device("cuda")
     rows = record.Rows(options.out, "python benchmarks/host_samples.py", "host_samples", device)

@@ -23,47 +23,33 @@ import sys
 import time
 from pathlib import Path
 
+from invariant_adam_lab import record
+from invariant_adam_lab.cli.reproduce import OPTIONS
 from invariant_adam_lab.grids import cost, grid, store
 
 LAB = Path("benchmarks/results/lab")
 PRESET = "short"
 IMAGES = ("vit", "resnet-bn", "resnet-ln")
-GROWN, ORDER = {"algorithms": "invariant", "grow": "0.1"}, {"algorithms": "invariant", "order": "1"}
-STAGES = [  # what is asked, of which models, by which options of `reproduce`
-    ("the order floor at 1e-4", IMAGES, ORDER | {"lrs": "1e-4"}),
-    ("grown in at 1e-5", IMAGES, GROWN | {"lrs": "1e-5"}),
-    ("grown in with a warm-up at 1e-4", IMAGES, GROWN | {"lrs": "1e-4", "warmup": "25000"}),
-    ("grown in with a warm-up at 1e-4", ("gpt",), GROWN | {"lrs": "1e-4", "warmup": "4000"}),
-    ("more seeds at 1e-4, grown in", IMAGES, GROWN | {"lrs": "1e-4", "seeds": "1,2"}),
-    ("more seeds at 1e-4", IMAGES, {"lrs": "1e-4", "seeds": "1,2"}),
-    ("the order floor at 1e-3", IMAGES, ORDER | {"lrs": "1e-3"}),
-    ("the order floor at 1e-5", IMAGES, ORDER | {"lrs": "1e-5"}),
+OURS = grid.read_algorithms("invariant", "curves")
+FLOOR, GROWN, SEEDS = grid.Choice(algorithms=OURS, orders=(1,)), grid.Choice(algorithms=OURS, grow=(0.1,)), (1, 2)
+STAGES = [  # what is asked, of which models, by which runs
+    ("the order floor at 1e-4", IMAGES, FLOOR._replace(lrs=(1e-4,))),
+    ("grown in at 1e-5", IMAGES, GROWN._replace(lrs=(1e-5,))),
+    ("grown in with a warm-up at 1e-4", IMAGES, GROWN._replace(lrs=(1e-4,), warmup_samples=(25_000,))),
+    ("grown in with a warm-up at 1e-4", ("gpt",), GROWN._replace(lrs=(1e-4,), warmup_samples=(4_000,))),
+    ("more seeds at 1e-4, grown in", IMAGES, GROWN._replace(lrs=(1e-4,), seeds=SEEDS)),
+    ("more seeds at 1e-4", IMAGES, grid.Choice(lrs=(1e-4,), seeds=SEEDS)),
+    ("the order floor at 1e-3", IMAGES, FLOOR._replace(lrs=(1e-3,))),
+    ("the order floor at 1e-5", IMAGES, FLOOR._replace(lrs=(1e-5,))),
 ]
 LAST = 15  # seconds kept for gathering
 
 
-def choice(options):
-    """What the command line makes of options."""
-
-    def listed(name, kind):
-        return tuple(map(kind, options[name].split(","))) if name in options else None
-
-    return grid.Choice(
-        lrs=listed("lrs", float),
-        batch_sizes=listed("batch-sizes", int),
-        seeds=listed("seeds", int),
-        algorithms=grid.read_algorithms(options["algorithms"], "curves") if "algorithms" in options else None,
-        warmup_samples=listed("warmup", int) or (0,),
-        grow=listed("grow", float),
-        orders=listed("order", int) or (0,),
-    )
-
-
 def plans():
-    """The plan of each stage and model, with the stage's title and options."""
-    for title, models, options in STAGES:
+    """The plan of each stage and model, with the stage's title and choice."""
+    for title, models, choice in STAGES:
         for model in models:
-            yield title, options, grid.plan(model, PRESET, "curves", choice(options))
+            yield title, choice, grid.plan(model, PRESET, "curves", choice)
 
 
 def setup_of(plan, device):
@@ -73,23 +59,21 @@ def setup_of(plan, device):
     return store.Setup(LAB, plan.name, device, digest, **how)
 
 
-def options_of(run):
-    """The options of `reproduce` that mean one run."""
-    found = {
-        "algorithms": f"{run.algorithm}:{run.rule}", "lrs": f"{run.lr0:g}", "batch-sizes": str(run.batch_size),
-        "seeds": str(run.seed),
-    }  # fmt: skip
-    if run.warmup_samples:
-        found["warmup"] = str(run.warmup_samples)
-    if run.grow:
-        found["grow"] = f"{run.grow:g}"
-    if run.order:
-        found["order"] = str(run.order)
+def choice_of(run):
+    """What means one run."""
+    one = {"lrs": (run.lr0,), "batch_sizes": (run.batch_size,), "seeds": (run.seed,), "orders": (run.order,)}
+    grow = (run.grow,) if run.grow else None
+    return grid.Choice(**one, algorithms=((run.algorithm, run.rule),), warmup_samples=(run.warmup_samples,), grow=grow)
+
+
+def words_of(choice):
+    """A choice in the words of `reproduce`."""
+    usual, found = grid.Choice()._asdict(), []
+    for name, value in choice._asdict().items():
+        if value != usual[name]:
+            each = (":".join(v) if isinstance(v, tuple) else f"{v:g}" for v in value)
+            found += [OPTIONS[name], ",".join(each)]
     return found
-
-
-def written(options):
-    return [word for name, value in options.items() for word in (f"--{name}", value)]
 
 
 def missing(device):
@@ -119,13 +103,11 @@ class Maker:
         folder = self.work / run.name
         shutil.rmtree(folder, ignore_errors=True)
         line = [sys.executable, "-m", "invariant_adam", "reproduce", run.model, "--preset", PRESET]
-        line += written(options_of(run))
-        more = ["--device", self.device, "--out", str(folder), "--lanes", "1", "--no-figures"]
+        line += [*words_of(choice_of(run)), "--device", self.device, "--lanes", "1", "--no-figures"]
         with (self.work / f"{run.name}.log").open("w") as log:
             env = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(
-                [*line, *more], env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            line += ["--out", str(folder)]
+            process = subprocess.Popen(line, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         self.running.append((process, run, folder))
 
     def take_in(self):
@@ -135,9 +117,7 @@ class Maker:
             process, run, folder = held
             files = list(folder.glob("*/*-lr*.json"))
             for path in files:
-                to = LAB / path.parent.name
-                to.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, to)
+                record.write(LAB / path.parent.name / path.name, path.read_bytes())
             self.made |= {run} if files else set()
             said = "made" if files else f"failed, exit status {process.returncode}: see {self.work / run.name}.log"
             self.say(f"{run.name}: {said}")
@@ -152,10 +132,10 @@ class Maker:
 
 def gather(made, device):
     """Write results.csv and grid.json of the grids that have new runs."""
-    for _, options, plan in plans():
+    for _, choice, plan in plans():
         if made & set(plan.runs):
             setup = setup_of(plan, device)
-            words = " ".join(["reproduce", plan.model, "--preset", PRESET, *written(options)])
+            words = " ".join(["reproduce", plan.model, "--preset", PRESET, *words_of(choice)])
             store.gather(plan, setup, f"invariant-adam {words} --out {LAB} --no-figures")
             (setup.folder / "results.parquet").unlink(missing_ok=True)  # not kept in the repository
 
@@ -168,10 +148,15 @@ def main(words=None):
     parser.add_argument("--device", default="cuda", help="where (default: %(default)s)")
     parser.add_argument("--work", type=Path, default=Path("runs/lab_missing"), help="folder for runs and logs")
     options = parser.parse_args(words)
+    if options.at_once < 1 or options.seconds <= LAST:
+        parser.error(f"--at-once must be at least 1 and --seconds more than {LAST}, in which runs are gathered")
+    if not LAB.is_dir():
+        parser.error(f"there is no {LAB} here, so that every run would be missing; call this from the repository")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what runs ends too
     todo = missing(options.device)
     if options.list:
         for title, run, seconds in todo:
-            print(f"{seconds:5.0f} s  {title}: {run.model} {' '.join(written(options_of(run)))}")
+            print(f"{seconds:5.0f} s  {title}: {run.model} {' '.join(words_of(choice_of(run)))}")
         print(f"{sum(seconds for *_, seconds in todo):5.0f} s  {len(todo)} runs, one after the other on an H200")
         return
     maker, end = Maker(options.work, options.device), time.monotonic() + options.seconds - LAST

@@ -1,7 +1,6 @@
 """Blocks about what people bring: models of timm and transformers, Trainer; and version 0.1 beside this code."""
 
 import statistics
-import textwrap
 
 HOW = {
     (False, False, None): "eager",
@@ -90,7 +89,7 @@ PARTS = {  # of the host's time: what is on Python's stack
 }
 
 
-def sample_rows(measured):
+def sample_rows(measured, prose):
     """What the host does in an update, by looking at Python's stack."""
     for name, result, rows in measured("host_samples_h200"):
         cases = {}
@@ -105,7 +104,7 @@ def sample_rows(measured):
             yield f"| {model} | {way} | {times} |"
         yield ""
         said = f"{result['device']}, torch {result['torch']}; by {result['command']}; kept as `{name}.json`."
-        yield from textwrap.wrap(said, 120, break_long_words=False, break_on_hyphens=False)
+        yield from prose(said)
 
 
 def trainer_rows(measured, source):

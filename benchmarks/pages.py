@@ -683,7 +683,7 @@ PAGES = {
         "training": training_rows,
         "limits": on_gpu(models_page.limit_rows),
         "before": on_gpu(models_page.before_rows),
-        "samples": lambda: models_page.sample_rows(measured),
+        "samples": lambda: models_page.sample_rows(measured, prose),
         "threads": lambda: models_page.thread_rows(measured),
         "shares": share_rows,
         "kernels": kernel_rows,

@@ -88,7 +88,7 @@ def curve_rows(root):
                 continue
             ours, above, below = tried[model, lr0]
             cut = measures.measure(found.group(model, ours._replace(grow=0.1), lr0))
-            whole = cut is not None and set(cut.batch_sizes) == set(below.batch_sizes)
+            whole = set(cut.batch_sizes) == set(below.batch_sizes)
             rows.append(
                 (
                     MODELS[model],

@@ -54,6 +54,32 @@ def test_one_pass_times_each_method_over_plain(tmp_path, model, device):
     assert rows[0]["ratio"] == 1
 
 
+SPOILED = """
+import torch
+
+class Spoiled(torch.nn.Linear):
+    left = 3  # updates that are numbers
+
+    def forward(self, x):
+        self.left -= 1
+        return super().forward(x).square().mean() * (torch.nan if self.left < 0 else 1.0)
+
+def make():
+    return Spoiled(4, 2), lambda samples: (torch.randn(samples, 4),)
+"""
+
+
+def test_what_trains_no_more_is_not_timed(tmp_path, monkeypatch):
+    (tmp_path / "spoiled_model.py").write_text(SPOILED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    how = ["--model", "spoiled_model:make", "--methods", "accumulate", "--eager", "--rounds", "1"]
+    result = run("bench", "one-pass", *SMALL, *how, "--out", str(tmp_path / "rows.json"))
+    assert result.exit_code != 0
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert "the loss is nan: nothing is trained" in row["error"]
+
+
 @pytest.mark.slow
 def test_a_second_run_measures_only_what_is_missing(tmp_path):
     out = tmp_path / "rows.json"

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from loop_oracle import assert_exact, loop
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import invariant_adam as ia
 from invariant_adam.one_pass import one_pass
-from invariant_adam.one_pass.groups import UnsupportedUse
+from invariant_adam.one_pass.groups import UnsupportedUse, divided
 from invariant_adam.one_pass.model import facts_of
 
 B, V, D = 12, 11, 5
@@ -154,6 +156,19 @@ def test_autocast_is_near_the_loop_in_float64(dtype: torch.dtype, device: str) -
     got = model.table.weight.grad_sq
     assert is_table(model, 2)
     assert float((got - want).norm() / want.norm()) < 0.02
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.booleans(), st.integers(0, 2**16))
+def test_a_sum_of_squares_is_not_below_that_of_the_mean(batch: int, micro: int, weighted: bool, seed: int) -> None:
+    """What is right stays, whatever the weights; what rounding has left below comes back to the least there can be."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(batch, dtype=torch.float64, generator=generator) + 0.1 if weighted else None
+    groups = divided(batch, micro, 0, weights, None, "weight", "mean", None)
+    shares = torch.randn(groups.kappa, 7, dtype=torch.float64, generator=generator)
+    c = torch.ones(groups.kappa) if groups.c is None else groups.c.double()
+    dW, S = shares.sum(0), (c[:, None] * shares.square()).sum(0)
+    torch.testing.assert_close(groups.bounded(S, dW), S, rtol=1e-6, atol=0)
+    assert torch.equal(groups.bounded(-S, dW), dW.square() / groups.kappa)
 
 
 def next_tokens(model: nn.Module, batch: tuple) -> Tensor:

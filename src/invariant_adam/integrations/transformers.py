@@ -78,7 +78,7 @@ class InvariantAdamMixin(_Trainer):
         self._resumed: Path | None = None  # a checkpoint, to be made one of this batch size
         self._passed = 0  # batches that the window which is next must leave out
         self._losses: OwnLosses | None = None  # of the model, in one pass
-        self._everyone_logs = False  # all ranks are in `log`, and may ask each other
+        self._everyone_logs = False  # the next log is the trainer's own, on all ranks: they may ask each other
         self._refuse()
         self.add_callback(_Events(self))
         self.add_callback(InvariantProgress())
@@ -303,19 +303,20 @@ class InvariantAdamMixin(_Trainer):
             # On a GPU a step does not ask, and the trainer leaves a NaN out of the loss that it logs.
             nonfinite = opt.nonfinite
             opt.queue.nonfinite.report(samples)
-            if self.args.world_size > 1 and self._everyone_logs:
+            everyone, self._everyone_logs = self._everyone_logs, False
+            if self.args.world_size > 1 and everyone:
                 nonfinite = int(self.accelerator.reduce(torch.tensor(nonfinite, device=self.args.device), "sum"))
             if nonfinite:
                 logs["nonfinite"] = nonfinite
             # Of sharded moments each rank has a part.
-            noise = _noise_scale(opt) if self._everyone_logs or not self.is_fsdp_enabled else None
+            noise = _noise_scale(opt) if everyone or not self.is_fsdp_enabled else None
             if noise is not None:
                 logs["noise_scale"] = noise
         super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate as the trainer does, on all ranks; a user may log on one of them."""
-        self._everyone_logs = True
+        """Log, save and evaluate as the trainer does, on all ranks; a user, or a callback, may log on one of them."""
+        self._everyone_logs = self.control.should_log  # which it does first
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         finally:
