@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # peft and trl are installed for the slow tests alone
+
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
@@ -43,7 +45,6 @@ def test_batch_sizes_agree_and_adapters_are_saved(run, tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.slow
 def test_two_processes_do_what_one_does(run, tmp_path):
     small = "--samples=96", "--length=16", "--batch-size=16"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

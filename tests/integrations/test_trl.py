@@ -18,6 +18,8 @@ from trl import SFTConfig, SFTTrainer
 import invariant_adam as ia
 from invariant_adam.integrations.transformers import InvariantAdamMixin, InvariantTrainer
 
+pytestmark = pytest.mark.slow  # peft and trl are installed for the slow tests alone
+
 
 class InvariantSFTTrainer(InvariantAdamMixin, InOrder, SFTTrainer):
     pass
