@@ -176,6 +176,7 @@ def test_a_stopped_grid_goes_on(setup):
     assert saved["preset"] == "smoke"
 
 
+@pytest.mark.slow  # which pyarrow is installed for
 def test_results_are_a_parquet_file_too(setup, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     found = grid.plan("vit", "smoke", choice=TINY)

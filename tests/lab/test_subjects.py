@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import zoo  # which finds timm
 from test_cli import run
 
 from invariant_adam_lab.bench import subjects, where
@@ -91,8 +92,10 @@ def test_one_pass_of_a_model_of_transformers_is_the_loop():
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow  # which timm is installed for
 def test_a_model_of_timm():
     pytest.importorskip("timm")
+    zoo.zoo_module("timm.models")
     _, whole, batch = subjects.make("timm:test_vit", {}, 2, CPU)
     assert whole(*batch).isfinite()
     with pytest.raises(ValueError, match="did you mean"):
