@@ -1,10 +1,12 @@
 """Compile every kernel for a chip that is not here, as the package would launch it there: `test_chips` runs this.
 
-    python compile_for_chip.py sm_80 [few]
+    python compile_for_chip.py sm_80 [few] [ahead]
 
 The package's own code chooses tiles, stages and loads, for operands without memory and by what `chip` says of the chip;
 Triton compiles what it is given for that chip, and starts nothing. A line of JSON tells of each kernel, the last line
-which ones were never compiled. With `few`, configurations are those of bfloat16 that are taken untuned.
+which ones were never compiled. With `few`, configurations are those of bfloat16 that are taken untuned. With `ahead`,
+launches are put down first and their kernels compiled side by side, as in a rehearsal; the last line then tells which
+threads compiled how many.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +26,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
 from triton.runtime import JITFunction, driver
 
-from invariant_adam.kernels import chip
+from invariant_adam.kernels import Serving, chip
 from invariant_adam.kernels.adam import Fold
 from invariant_adam.kernels.adam import triton as adam_triton
 from invariant_adam.kernels.batch_norm import triton as batch_norm_triton
 from invariant_adam.kernels.conv_square import Geometry, ways
 from invariant_adam.kernels.embedding_square import triton as embedding_square_triton
 from invariant_adam.kernels.gemm_square import triton as gemm_square_triton
+from invariant_adam.kernels.launch import compile_all
 from invariant_adam.kernels.sums import triton as sums_triton
 
 
@@ -216,7 +222,7 @@ def title(kernel: Any) -> str:
     return f"{kernel.__module__.split('.')[2]}.{kernel.__name__}"
 
 
-def main(name: str, few: bool) -> None:
+def main(name: str, few: bool, ahead: bool) -> None:
     model = MODELS[name]
     driver.set_active(Elsewhere(model.target))
     chip.of = lambda device: model.chip
@@ -233,16 +239,31 @@ def main(name: str, few: bool) -> None:
             print(json.dumps(told), flush=True)
         return made
 
-    JITFunction.run = run
+    threads = Counter()
+    make_ir = ASTSource.make_ir
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        threads[threading.current_thread() is threading.main_thread()] += 1
+        return make_ir(self, *args, **kwargs)
+
+    ASTSource.make_ir = counted
     for dtype, tf32, some in CASES[:1] if few else CASES:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+        if ahead:
+            noted = Serving.noted = []
+            for part in PARTS:
+                part(dtype, few or some)
+            Serving.noted = None
+            compile_all([each._replace(device=-1) for each in noted], lambda what: None)
+        JITFunction.run = run
         for part in PARTS:
             part(dtype, few or some)
+        JITFunction.run = launch
     missing = launched() - {title(kernel) for kernel in compiled.values()}
-    print(json.dumps({"never": sorted(missing)}))
+    print(json.dumps({"never": sorted(missing), "main": threads[True], "others": threads[False]}))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        main(sys.argv[1], "few" in sys.argv[2:])
+        main(sys.argv[1], "few" in sys.argv[2:], "ahead" in sys.argv[2:])

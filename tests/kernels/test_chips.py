@@ -44,6 +44,7 @@ def compile_for(name, *how):
     assert done.returncode == 0, done.stderr[-4000:]
     *compiled, last = map(json.loads, done.stdout.splitlines())
     assert not last["never"], "kernels that compile_for_chip.py does not launch"
+    assert (last["main"] == 0) == ("ahead" in how)
     return compiled
 
 
@@ -57,6 +58,13 @@ def check(name, compiled):
 @pytest.mark.slow
 def test_kernels_fit_the_smallest_shared_memory():
     check("sm_89", compile_for("sm_89", "few"))
+
+
+@pytest.mark.slow
+def test_what_a_rehearsal_compiles_is_what_launches_find():
+    """Side by side, by other threads: the launches that follow compile nothing."""
+    alone, ahead = compile_for("sm_90", "few"), compile_for("sm_90", "few", "ahead")
+    assert sorted(map(str, alone)) == sorted(map(str, ahead))
 
 
 @pytest.mark.slow

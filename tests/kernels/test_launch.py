@@ -75,6 +75,15 @@ def test_the_kind_of_a_launch_tells_apart_what_triton_compiles_apart(args):
         assert value == a.data_ptr() if isinstance(a, torch.Tensor) else value is a
 
 
+@given(ARGUMENTS)
+def test_the_outline_of_an_argument_is_compiled_as_the_argument(arg):
+    """Without its memory."""
+    outline = launch.outline(arg)
+    assert specialised((outline,)) == specialised((arg,))
+    held = outline.base if hasattr(outline, "base") else outline
+    assert not isinstance(held, torch.Tensor)
+
+
 def test_tiles_are_those_that_triton_describes():
     x = MEMORY.view(torch.float32)[:64].view(4, 16)
     described = triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(x, [2, 16])

@@ -338,12 +338,10 @@ class FoldQueue:
             kappa: κ of the mini-batch.
             scale: factors that turn the sums the kernel has into the means of the pair.
         """
-        if is_coupled(self.moments.group(p)) or self.max_micro_norm is not None or not self.reducer.kernels_fold:
+        found = self.outline(p)
+        if found is None:
             return None
-        tally = self.tally(p)
-        m = self.moments.state[p]["exp_avg"]
-        if m.dtype != torch.float32 or m.stride() != p.stride():
-            return None
+        tally, m = self.tally(p), found.exp_avg
         if not self.launcher.captures:
             checks.refuse_capture(p)
         if p in self.update.late or p in self.update.queued:
@@ -352,6 +350,16 @@ class FoldQueue:
         self.update.kinds.add(True)
         (fold,) = self.count([p], [tally], [Pair(p, None, kappa, scale)])  # its gradient does not exist yet
         return fold._replace(grad=None, slots=self.launcher.slots(m, [fold.place]))
+
+    def outline(self, p: Tensor) -> Fold | None:
+        """What `target` returns, with other numbers and nothing counted: a kernel is compiled by it."""
+        if is_coupled(self.moments.group(p)) or self.max_micro_norm is not None or not self.reducer.kernels_fold:
+            return None
+        state = self.moments.follow(p)
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        if m.dtype != torch.float32 or m.stride() != p.stride():
+            return None
+        return Fold(m, v, ONES, ONES, self.nonfinite.counter(p.device))
 
     # ---------------------------------------------------------------- Fold -> m, v
 

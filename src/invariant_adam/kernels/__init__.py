@@ -6,7 +6,7 @@ such a package the name `torch` is its own module, so an `__init__.py` imports w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import tuning
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -30,9 +32,10 @@ def twin(package: str, module: str = "triton", *, anywhere: bool = False) -> Any
 
 
 class Serving:
-    """Which kernels serve."""
+    """Which kernels serve, and whether they are started."""
 
     fused = True  # Triton's, where they can
+    noted: list[Any] | None = None  # launches, which a `rehearsal` puts down here instead of starting them
 
 
 @contextmanager
@@ -43,6 +46,27 @@ def plain_torch() -> Iterator[None]:
         yield
     finally:
         Serving.fused = before
+
+
+@contextmanager
+def rehearsal(tell: Callable[[str], None] = lambda what: None) -> Iterator[None]:
+    """Triton's kernels are not started in here; at the end all that were called are compiled, side by side.
+
+    What they would have written stays as it was: for a run whose results nobody looks at. The forward of batch norm
+    is made by plain torch beside it, so that a model draws and picks by real numbers.
+    """
+    noted = Serving.noted = []
+    try:
+        yield
+    finally:
+        Serving.noted = None
+    if noted:
+        _launch().compile_all(noted, tell)
+
+
+def rehearses(device: torch.device) -> bool:
+    """Whether there is something to rehearse on a device. Not where the first calls are timed, to choose by."""
+    return device.type == "cuda" and _launch() is not None and not tuning.wanted()
 
 
 @cache

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction
+from triton.runtime.jit import MockTensor
+
+from . import Serving
 
 if os.environ.get("INVARIANT_ADAM_TRITON") == "0":  # all modules of kernels import this one
     raise ImportError("INVARIANT_ADAM_TRITON=0 leaves Triton's kernels out: plain torch takes their place")
@@ -53,6 +58,9 @@ class Launch:
 
     def __call__(self, *args: Any) -> None:
         """Start the kernel on the current stream of the first argument's device; that is a tensor, or its tiles."""
+        if Serving.noted is not None:
+            Serving.noted.append(Noted(self, _home(args), [outline(a) for a in args]))
+            return
         first = args[0]
         device = (first if isinstance(first, Tensor) else first.base).get_device()
         # The third is true for a part of a model on another GPU that is stepped from here.
@@ -78,6 +86,57 @@ class Launch:
         # Triton starts kernels on the device that is current, wherever their tensors are.
         with torch.cuda.device(where) if where >= 0 else nullcontext():
             return self.kernel[self.grid](**dict(zip(self.given, args, strict=True)), **self.fixed)
+
+
+class Noted(NamedTuple):
+    """A launch that a rehearsal has put down."""
+
+    launch: Launch
+    device: int
+    args: list[Any]  # as Triton compiles by them, without memory
+
+
+class _Odd(MockTensor):  # type: ignore[misc]
+    """A tensor whose address is no multiple of 16, as Triton sees it."""
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 8
+
+
+def outline(arg: Any) -> Any:
+    """An argument as Triton compiles by it, without its memory."""
+    if isinstance(arg, Tensor):
+        return (_Odd if arg.data_ptr() & 15 else MockTensor)(arg.dtype)
+    if hasattr(arg, "block_shape"):
+        outline = object.__new__(type(arg))
+        outline.__dict__.update(arg.__dict__, base=MockTensor(arg.base.dtype))
+        return outline
+    return arg
+
+
+THREADS = 16  # that compile at most; Triton's compiler leaves Python's lock for nearly all of its time
+
+
+def compile_all(noted: list[Noted], tell: Callable[[str], None]) -> None:
+    """Compile the kernels of launches side by side, so that the launches find them.
+
+    A kernel that does not compile says so when it is started.
+    """
+    if not hasattr(triton, "AsyncCompileMode"):
+        return
+    by_device: dict[int, list[Noted]] = defaultdict(list)
+    for each in noted:
+        if isinstance(each.launch.kernel, JITFunction):
+            by_device[each.device].append(each)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        for device, some in by_device.items():
+            tell(f"the kernels of its {len(some)} launches are compiled or loaded")
+            where = torch.cuda.device(device) if device >= 0 else nullcontext()
+            with where, triton.AsyncCompileMode(pool, ignore_errors=True):
+                for launch, _, args in some:
+                    given = dict(zip(launch.given, args, strict=True))
+                    launch.kernel.run(grid=launch.grid, warmup=True, **given, **launch.fixed)
 
 
 def kind(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:

@@ -46,12 +46,17 @@ def best(
     if known is not None and len(known) == len(choice):
         return type(choice)(*known)
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if capturing or os.environ.get("INVARIANT_ADAM_TUNE", "0") in ("", "0"):
+    if capturing or not wanted():
         return choice
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         found = _fastest([choice, *candidates()], run, timer or _milliseconds)
     _keep(file, kernel, key, list(found))
     return found
+
+
+def wanted() -> bool:
+    """Whether configurations that are not known are to be measured."""
+    return os.environ.get("INVARIANT_ADAM_TUNE", "0") not in ("", "0")
 
 
 def _fastest(configs: Sequence[C], run: Callable[[C], Any], timer: Timer) -> C:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..fold import pair
-from ..kernels import cast
+from ..kernels import Serving, cast
 from ..kernels.ops import operator
 from .exchange import Open
 from .groups import UnsupportedUse
@@ -65,6 +65,8 @@ class Sink:
                 "a backward of one_pass(..., into=opt) ran in another context than its forward; call both in one, and "
                 "drop the update with opt.abandon()"
             )
+        if Serving.noted is not None:
+            return entry  # a rehearsal: nothing is made, and nothing counted
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task = task
@@ -82,10 +84,14 @@ class Sink:
 
     def target(self, entry: Entry) -> Any:
         """Where a kernel is to fold the pair of a parameter itself; None where it cannot."""
+        if Serving.noted is not None:
+            return self.optimizer.queue.outline(entry.param)
         return self.optimizer.queue.target(entry.param, self.mini.kappa, self.mini.scale)
 
     def fold(self, entry: Entry, dW: Tensor, S: Tensor, borrowed: bool = False) -> None:
         """Fold a pair; at once, where its memory is borrowed (see `pair.put`)."""
+        if Serving.noted is not None:
+            return
         made = pair.Pair(cast(dW, entry.param.dtype), S, self.mini.kappa, self.mini.scale, borrowed)
         if borrowed:
             pair.put(entry.param, made, entry.taker)

@@ -14,12 +14,14 @@ and what a chunk leaves behind is read only where it was written.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import cdiv, next_power_of_2
+from ..launch import Launch, cdiv, next_power_of_2
 from ..ops import FLOATS, operator, pair_of
 
 CHUNK = 32  # sorted places that a block walks
@@ -106,7 +108,7 @@ def _walk(G, C, tokens, order, D, S, lead, trail, runs, N, R, W, CHUNK: tl.const
 
 @triton.jit
 def _join(
-    C, tokens, order, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr
+    tokens, order, C, lead, trail, runs, N, R, W, CHUNK: tl.constexpr, BW: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
     """Complete the segment that begins in this chunk (not the last) and goes on; add it to its run here."""
     chunk = tl.program_id(0)
@@ -176,16 +178,25 @@ def embedding_square(ids: Tensor, G: Tensor, rows: int, c: Tensor | None = None)
     chunks = cdiv(places, CHUNK)
     lead, trail = (torch.empty(chunks, width, dtype=torch.float32, device=G.device) for _ in range(2))
     runs = torch.empty(chunks, 2, 2, width, dtype=torch.float32, device=G.device)
-    bw = min(COLUMNS, max(32, next_power_of_2(width)))
-    _walk[(chunks, cdiv(width, bw))](
-        G, c, tokens, order, D, S, lead, trail, runs, places, ids.shape[1], width, CHUNK=CHUNK, BW=bw, num_warps=1
-    )  # fmt: skip
+    walk, join, finish = _launches(places, ids.shape[1], width)
+    walk(G, c, tokens, order, D, S, lead, trail, runs)
     if chunks > 1:
-        bw = min(bw, 64)
-        grid, how = (chunks - 1, cdiv(width, bw)), {"CHUNK": CHUNK, "BW": bw, "AHEAD": AHEAD, "num_warps": 4}
-        _join[grid](c, tokens, order, lead, trail, runs, places, ids.shape[1], width, **how)
-        _finish[grid](tokens, D, S, runs, places, width, **how)
+        join(tokens, order, c, lead, trail, runs)
+        finish(tokens, D, S, runs)
     return D, S
+
+
+@lru_cache(maxsize=256)
+def _launches(places: int, rows: int, width: int) -> tuple[Launch, Launch, Launch]:
+    """The three kernels as they start for so many places, of so many rows per group."""
+    chunks, bw = cdiv(places, CHUNK), min(COLUMNS, max(32, next_power_of_2(width)))
+    walk = Launch(
+        _walk, (chunks, cdiv(width, bw)), N=places, R=rows, W=width, CHUNK=CHUNK, BW=bw, num_warps=1
+    )  # fmt: skip
+    bw = min(bw, 64)
+    grid, how = (chunks - 1, cdiv(width, bw)), {"CHUNK": CHUNK, "BW": bw, "AHEAD": AHEAD, "num_warps": 4}
+    join = Launch(_join, grid, N=places, R=rows, W=width, **how)
+    return walk, join, Launch(_finish, grid, N=places, W=width, **how)
 
 
 embedding_square_op = operator(

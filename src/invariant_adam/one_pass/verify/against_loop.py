@@ -248,12 +248,17 @@ def _pieces(entries: list[Entry]) -> Iterator[list[Entry]]:
 def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
     def differentiate(outputs: list[Any]) -> list[Tensor | None]:
         trial.mini.probe = None  # checkpoints recompute their forward in here
-        # Edges instead of parameters, which would send the whole backward through `dispatch`.
-        with torch._C.DisableTorchFunctionSubclass():
-            edges = [get_gradient_edge(t) for t in leaves]
-        return list(torch.autograd.grad(differentiable(outputs), edges, seeds, allow_unused=True))
+        return differentiated(differentiable(outputs), leaves, seeds)
 
     return list(trial.run(differentiate, backward=True)[1])
+
+
+def differentiated(outputs: list[Tensor], leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
+    """The gradients that leaves get from these cotangents of outputs."""
+    # Edges instead of parameters, which would send the whole backward through `dispatch`.
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(t) for t in leaves]
+    return list(torch.autograd.grad(outputs, edges, seeds, allow_unused=True))
 
 
 def _rms(t: Tensor, other: Tensor | None = None) -> float:

@@ -37,6 +37,7 @@ from .against_loop import check_gradients, coincides, evaluating, few_of, sizes
 from .lengths import Look, extremes, input_sizes, look, surprising
 from .probe import TOLERANCE, Probe, Record, Trial, close, freed, setting, summed_up
 from .progress import Progress
+from .rehearsal import rehearse
 
 
 def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
@@ -90,10 +91,14 @@ def verify(mini: MiniBatch, module: nn.Module, args: Any, kwargs: Any, additive:
     if len(looks) == 2 and not surprising(*looks, input_sizes(trial), groups.batch, groups.micro):
         facts.find(checked=facts.findings.checked | {key})
         return
-    tell = Progress()
+    tell, compiled, first = Progress(), _is_compiled(module), not facts.findings.passed
     # cuDNN would try its algorithms for shapes and dtypes that no other update has, with gigabytes of workspace.
     with torch.compiler.set_stance("force_eager"), setting(torch.backends.cudnn, "benchmark", False):
-        seen, now = _look_at_part_or_whole(trial, additive, tell, compiled=_is_compiled(module))
+        if first and not compiled and facts.norms:
+            rehearse(trial, tell, backward=False)  # the check has forwards of the whole mini-batch
+        seen, now = _look_at_part_or_whole(trial, additive, tell, compiled)
+        if first and not compiled:  # a graph has other kernels, and less memory than the model as it is written
+            rehearse(trial, tell)
     facts.find(passed=True)
     if seen:
         looks = extremes((*looks, now))
