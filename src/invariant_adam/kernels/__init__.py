@@ -55,13 +55,27 @@ def rehearsal(tell: Callable[[str], None] = lambda what: None) -> Iterator[None]
     What they would have written stays as it was: for a run whose results nobody looks at. The forward of batch norm
     is made by plain torch beside it, so that a model draws and picks by real numbers.
     """
-    noted = Serving.noted = []
-    try:
+    with _noting() as noted:
         yield
-    finally:
-        Serving.noted = None
     if noted:
         _launch().compile_all(noted, tell)
+
+
+@contextmanager
+def rehearsal_of_graph() -> Iterator[None]:
+    """The same for calls of a graph that is traced: compiled when the first kernel is started, all side by side."""
+    with _noting() as noted:
+        yield
+    _launch().waiting += noted
+
+
+@contextmanager
+def _noting() -> Iterator[list[Any]]:
+    noted = Serving.noted = []
+    try:
+        yield noted
+    finally:
+        Serving.noted = None
 
 
 def rehearses(device: torch.device) -> bool:

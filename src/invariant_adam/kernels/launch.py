@@ -82,6 +82,10 @@ class Launch:
         run(*self.blocks, current_stream(device), *own, *every)
 
     def _by_triton(self, args: tuple[Any, ...]) -> Any:
+        if waiting:
+            noted = waiting.copy()
+            waiting.clear()
+            compile_all(noted)
         where = _home(args)
         # Triton starts kernels on the device that is current, wherever their tensors are.
         with torch.cuda.device(where) if where >= 0 else nullcontext():
@@ -115,10 +119,11 @@ def outline(arg: Any) -> Any:
     return arg
 
 
+waiting: list[Noted] = []  # launches of graphs that are traced, and not compiled yet
 THREADS = 16  # that compile at most; Triton's compiler leaves Python's lock for nearly all of its time
 
 
-def compile_all(noted: list[Noted], tell: Callable[[str], None]) -> None:
+def compile_all(noted: list[Noted], tell: Callable[[str], None] = lambda what: None) -> None:
     """Compile the kernels of launches side by side, so that the launches find them.
 
     A kernel that does not compile says so when it is started.

@@ -6,12 +6,17 @@ wait milliseconds for it in every update. The operators have no gradient: backwa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from . import rehearsal_of_graph, rehearses
+
+log = logging.getLogger(__name__.partition(".")[0])
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what Triton's kernels take
 _library = torch.library.Library("invariant_adam", "FRAGMENT")
 
@@ -33,11 +38,47 @@ def operator(
         unsafe = () if replays else (torch.Tag.cudagraph_unsafe,)
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *unsafe))
         _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"invariant_adam::{name}", fake, lib=_library)
+
+        def traced(*args: Any) -> Any:
+            _rehearse(name, function, args)
+            return fake(*args)
+
+        torch.library.register_fake(f"invariant_adam::{name}", traced, lib=_library)
         call: Callable[..., Any] = getattr(torch.ops.invariant_adam, name).default
         return call
 
     return register
+
+
+_rehearsed: set[Any] = set()
+
+
+def _rehearse(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Put down the kernels of a call that a trace has met, so that those of a whole graph are compiled side by side.
+
+    The trace has shapes and no memory, so that the function is called with memory of these shapes and no meaning. Where
+    that cannot be, the kernels are compiled one by one when they are started.
+    """
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not all(rehearses(t.device) for t in tensors):
+        return
+    sizes = [n for t in tensors for n in (*t.shape, *t.stride())] + [a for a in args if isinstance(a, torch.SymInt)]
+    if not all(isinstance(n, int) for n in sizes):
+        return  # a size that is to vary
+    outlines = [(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in args]
+    key = name, str(outlines)
+    if key in _rehearsed:
+        return  # a trace asks several times
+    _rehearsed.add(key)
+    try:
+        with _disable_current_modes(), torch.no_grad(), rehearsal_of_graph():
+            function(*(_memory(*a) if isinstance(t, Tensor) else t for a, t in zip(outlines, args, strict=True)))
+    except Exception as problem:  # no memory, most likely
+        log.debug("the kernels of %s are compiled when they are started: %s", name, problem)
+
+
+def _memory(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def pair_of(like: Tensor, shape: Sequence[int], channels_last: bool = False) -> tuple[Tensor, Tensor]:
