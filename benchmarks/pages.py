@@ -633,13 +633,13 @@ def scale_up_losses(rows):
     found = {}
     for row in rows:
         found.setdefault((row["lr"], row["batch"], row["method"]), []).append(row["loss"])
-    return {key: sum(each) / len(each) for key, each in found.items()}
+    return {key: None if None in each else sum(each) / len(each) for key, each in found.items()}
 
 
-def scale_up_rows():
+def scale_up_rows(name="scale_up"):
     from invariant_adam_lab.scale_up import table
 
-    result = load("scale_up")
+    result = load(name)
     head, *lines = table(result)
     yield "| lr at B₀, batch | " + " | ".join(head[1:]) + " |"
     yield "|---" * len(head) + "|"
@@ -647,10 +647,29 @@ def scale_up_rows():
         yield "| " + " | ".join(line) + " |"
     yield ""
     tried = sorted((lr, loss) for (lr, _, method), loss in scale_up_losses(result["rows"]).items() if method == "tuned")
-    best = ", ".join(f"{loss:.3f} at {lr:g}" for lr, loss in tried)
+    best = ", ".join(f"{'diverged' if loss is None else f'{loss:.3f}'} at {lr:g}" for lr, loss in tried)
     yield from prose(f"AdamW at B₀ alone: {best}.")
     yield ""
-    yield from source("scale_up", result)
+    yield from source(name, result)
+
+
+def scale_up_model_rows():
+    """A table for each model of the lab that has results, with what its runs share."""
+    from invariant_adam_lab.results.curves import MODELS
+
+    for number, (name, _, rows) in enumerate(measured("scale_up_resnet-ln", "scale_up_gpt2")):
+        if number:
+            yield ""
+        model = name.removeprefix("scale_up_")
+        ((samples, epochs),) = {(row["samples"], row["epochs"]) for row in rows}  # others could not be compared
+        micro, seeds = min(row["batch"] for row in rows), len({row["seed"] for row in rows})
+        yield from prose(
+            f"{MODELS[model]} (`{model}`), M = B₀ = {micro}, {samples * epochs:,} samples"
+            f"{f' in {epochs} epochs' if epochs > 1 else ''}, "
+            f"{'one seed' if seeds == 1 else f'means of {seeds} seeds'}:"
+        )
+        yield ""
+        yield from scale_up_rows(name)
 
 
 def on_gpu(rows):
@@ -664,7 +683,7 @@ PAGES = {
     "docs/trainer_results.md": {"transfer": transfer_rows, "step": on_gpu(models_page.trainer_rows)},
     "docs/compared.md": {"rivals": rivals_rows},
     "docs/paper.md": {"claims": claim_rows, "curves": curve_rows},
-    "docs/scale_up.md": {"answer": scale_up_lines, "scale-up": scale_up_rows},
+    "docs/scale_up.md": {"answer": scale_up_lines, "scale-up": scale_up_rows, "models": scale_up_model_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/diagnostics.md": {"noise": noise_rows, "calibration": noise_line},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lab_runs import M, run
+from lab_runs import MAX, M, run
 
 import invariant_adam as ia
 from invariant_adam_lab.training.runs import BETAS, RECIPES, check
@@ -91,3 +91,19 @@ def test_growth_and_order_are_refused_by_name():
     with pytest.raises(ValueError, match="order must be at least 0, got -1"):
         check(run(batch=M, order=-1))
     assert check(run(batch=M, order=3, grow=0.1)).name.endswith("-g0.1-o3-M5")
+
+
+def test_a_run_that_is_tuned_at_a_batch_size_has_rules_of_its_own():
+    """Those of a user who moves from AdamW; the paper's runs have theirs."""
+    tuned = check(run("resnet-ln", "standard", "none", MAX, tuned=M))
+    assert (tuned.anchor, run().anchor) == (M, MAX)
+    assert tuned.name.endswith("-tuned5-M5")
+    assert check(run(rule="long_momentum", tuned=M)).anchor == M
+    with pytest.raises(ValueError, match="algorithm must be one of invariant, standard, got 'halflife'"):
+        check(run("resnet-ln", "halflife", "none", tuned=M))
+    with pytest.raises(ValueError, match="standard must be one of square_root, linear, none, got 'exponential'"):
+        check(run("resnet-ln", "standard", "exponential", tuned=M))
+    with pytest.raises(ValueError, match="rule of invariant must be one of linear, exponential, got 'long_momentum'"):
+        check(run(rule="long_momentum"))
+    with pytest.raises(ValueError, match="tuned must be at least 0, got -1"):
+        check(run(tuned=-1))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from lab_runs import CPU, MAX, M, run, small_source
 
+from invariant_adam.schedules import warmup_cosine
 from invariant_adam_lab.results.curves import SAME_AT_M
 from invariant_adam_lab.training import source as lab_source
 from invariant_adam_lab.training import train
@@ -265,6 +266,17 @@ def test_a_ramp_is_one_batch_size_first_and_the_other_after(algorithm, rule, pow
     assert losses(ramp) == pytest.approx(want, rel=2e-4)
     if algorithm == "invariant":
         assert losses(ramp)[2:] == pytest.approx(losses(constant)[2:], rel=5e-3)
+
+
+@pytest.mark.parametrize(("algorithm", "rule"), [("standard", "none"), ("invariant", "long_momentum")])
+def test_a_tuned_run_has_a_warm_up_and_a_cosine_in_samples(algorithm, rule, sources):
+    """The learning rate of an update is the schedule's mean over its samples, at every batch size."""
+    schedule = warmup_cosine(8, 160, floor=0.1)  # 5 % of two epochs of 80 samples
+    for batch in (M, MAX):
+        rows = train.finish(train.train(run("resnet-ln", algorithm, rule, batch, tuned=M), sources["resnet-ln"]))
+        lr = 1e-3 * (1 if rule == "none" else batch / M)
+        last = [lr * schedule.mean(end - batch, end) for end in (80, 160)]
+        assert [row["lr"] for row in rows] == pytest.approx(last)
 
 
 @pytest.mark.parametrize("rule", ["linear", "square_root", "exponential"])

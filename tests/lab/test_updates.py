@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lab_runs import CPU, M, run, small_source
 
 import invariant_adam as ia
-from invariant_adam_lab.training.runs import RULES
+from invariant_adam_lab.training.runs import RULES, check
 from invariant_adam_lab.training.train import make_model
 from invariant_adam_lab.training.updates import (
     Epoch,
@@ -96,6 +96,29 @@ def test_a_constant_gradient_moves_the_weights_by_the_learning_rate_at_any_batch
     """m̂ is g and v̂ is g², before, at and after every change of the batch size."""
     for step in steps(algorithm, rule, legs, lambda seen: CONSTANT):
         assert torch.allclose(step, CONSTANT.sign(), rtol=0, atol=2e-6)  # torch's count of updates is a float32
+
+
+@pytest.mark.parametrize("kappa", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("algorithm", "rule", "power"),
+    [
+        ("standard", "square_root", 0.5),
+        ("standard", "linear", 1),
+        ("standard", "none", 0),
+        ("invariant", "long_momentum", 1),
+    ],
+)
+def test_hyperparameters_that_are_tuned_at_a_micro_batch_hold_there(algorithm, rule, power, kappa):
+    """Standard Adam keeps its betas at every batch size; the rules of invariant Adam are the library's."""
+    model = torch.nn.Linear(3, 1)
+    wanted = run("vit", algorithm, rule, kappa * M, max_batch_size=16 * M, tuned=M)
+    optimizer = ScaledOptimizer(check(wanted), model, CPU)
+    optimizer.set_lr(0.5)
+    assert optimizer.lr(0.5) == pytest.approx(0.5e-3 * kappa**power)
+    (group,) = optimizer.inner.param_groups
+    assert group["betas"] == (0.9, 0.999)
+    assert group["lr"] == pytest.approx(0.5e-3 * (kappa**power if algorithm == "standard" else 1))
+    assert getattr(optimizer.inner, "tuned_batch_size", M) == M
 
 
 @pytest.mark.parametrize("kappa", [1, 4, 32])

@@ -24,7 +24,7 @@ from ..training.train import Row
 from .grid import Grid
 
 # Settings that files lack which were written before there were other values of them.
-LATER: dict[str, Any] = {"grow": 0.0, "order": 0}
+LATER: dict[str, Any] = {"grow": 0.0, "order": 0, "tuned": 0}
 # The fields of a run's file that are read, here and in `cost`.
 FIELDS = {"run", "rows", "at_once", "device", "device_type", "torch", "python", "date"}
 

@@ -14,6 +14,10 @@ With ρ = B/B_max, η₀ and the betas (0.9, 0.999) hold at B_max, as in the pap
 weight decay. GPT-2, which the paper lacks, is trained as language models are: one pass over a text, warm-up and cosine
 in samples, weight decay and betas (0.9, 0.95). A run may be grown in, by the rule of `invariant_adam.BatchGrowth`: its
 first mini-batches are cut into updates that grow with what was seen.
+
+A run with `tuned` asks a user's question instead (`scale_up`): η₀ and the betas hold at that batch size B₀, and
+ρ = B/B₀. Standard Adam keeps its betas then, as users leave them, and η is √ρη₀, ρη₀ or η₀ ("none"). Every model is
+trained on a warm-up and a cosine in samples.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import math
 from typing import Any, NamedTuple
 
 from invariant_adam.growth import grown_kappa
+from invariant_adam.scaling import INVARIANT
 
 BETAS = (0.9, 0.999)  # at B_max
 RULES = {
@@ -33,6 +38,7 @@ RULES = {
     "halflife": ("none",),
 }
 ALGORITHMS = tuple(RULES)
+TUNED_RULES = {"invariant": INVARIANT, "standard": ("square_root", "linear", "none")}  # of runs with `tuned`
 
 
 class Recipe(NamedTuple):
@@ -118,6 +124,12 @@ class Run(NamedTuple):
     small: bool = False
     grow: float = 0.0  # an update is at most this part of what was seen before it; 0: mini-batches are not cut
     order: int = 0  # of the micro-batches inside each block of B_max samples: a seed; 0: as they come
+    tuned: int = 0  # B₀, the samples at which lr0 and the betas hold; 0: B_max
+
+    @property
+    def anchor(self) -> int:
+        """The batch size at which `lr0` and the betas hold."""
+        return self.tuned or self.max_batch_size
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -134,6 +146,7 @@ class Run(NamedTuple):
         size = self.ramp or self.batch_size
         extra = f"-w{self.warmup_samples}" * bool(self.warmup_samples)
         extra += f"-g{self.grow:g}" * bool(self.grow) + f"-o{self.order}" * bool(self.order)
+        extra += f"-tuned{self.tuned}" * bool(self.tuned)
         extra += f"-M{self.micro_batch_size}" * (self.micro_batch_size != RECIPES[self.model].micro_batch_size)
         return f"{self.model}-{self.algorithm}-{self.rule}-B{size}-lr{self.lr0:g}-s{self.seed}{extra}"
 
@@ -164,10 +177,11 @@ def check(run: Run) -> Run:
     """
     if run.model not in RECIPES:
         raise ValueError(f"model must be one of {', '.join(RECIPES)}, got {run.model!r}")
-    if run.algorithm not in RULES:
-        raise ValueError(f"algorithm must be one of {', '.join(RULES)}, got {run.algorithm!r}")
-    if run.rule not in RULES[run.algorithm]:
-        raise ValueError(f"rule of {run.algorithm} must be one of {', '.join(RULES[run.algorithm])}, got {run.rule!r}")
+    rules = TUNED_RULES if run.tuned else RULES
+    if run.algorithm not in rules:
+        raise ValueError(f"algorithm must be one of {', '.join(rules)}, got {run.algorithm!r}")
+    if run.rule not in rules[run.algorithm]:
+        raise ValueError(f"rule of {run.algorithm} must be one of {', '.join(rules[run.algorithm])}, got {run.rule!r}")
     if run.ramp and not all(size.isdecimal() for size in run.ramp.split("-")):
         raise ValueError(f"ramp must be two batch sizes such as 25-800, got {run.ramp!r}")
     if run.ramp and (len(run.batch_sizes) != 2 or run.batch_size != run.batch_sizes[0]):
@@ -191,7 +205,7 @@ def check(run: Run) -> Run:
         raise ValueError(f"grow must be a finite number, 0 or above, got {run.grow}; 0.1 is usual")
     if not 0 < run.lr0 < math.inf:
         raise ValueError(f"lr0 must be a finite number above 0, got {run.lr0}")
-    for name in ("epochs", "samples", "warmup_samples", "seed", "order"):
+    for name in ("epochs", "samples", "warmup_samples", "seed", "order", "tuned"):
         least = 1 if name == "epochs" else 0
         if not getattr(run, name) >= least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(run, name)}")

@@ -82,7 +82,7 @@ def train(
     net = Scored(model, RECIPES[run.model].smoothing)
     optimizer = ScaledOptimizer(run, model, source.device)
     warmup = warmup_cosine(run.warmup_samples, run.warmup_samples + 1, floor=1.0) if run.warmup_samples else None
-    if source.recipe.once:
+    if source.recipe.once or run.tuned:
         whole = run.epochs * take
         warmup = warmup_cosine(run.warmup_samples or WARMUP * whole, whole, floor=COSINE_FLOOR)
     epoch_data = Epoch(source, run, take)

@@ -91,7 +91,7 @@ class ScaledOptimizer:
                 run.lr0,
                 self.betas,
                 micro_batch_size=run.micro_batch_size,
-                tuned_batch_size=run.max_batch_size,
+                tuned_batch_size=run.anchor,
                 rule=run.rule if run.algorithm == "invariant" else "linear",
             )
         else:
@@ -102,7 +102,6 @@ class ScaledOptimizer:
     def resize(self, batch: int) -> None:
         """Change the batch size of the updates to come."""
         run, inner = self.run, self.inner
-        rho = batch / run.max_batch_size
         if isinstance(inner, ia.InvariantAdam):
             if inner.samples_seen:
                 inner.expect(batch / run.micro_batch_size)
@@ -112,17 +111,17 @@ class ScaledOptimizer:
                     group["eps"] = 1e-8 * math.sqrt(batch / run.micro_batch_size)
                 for state in inner.state.values():  # v/κ stays what it was under the κ before
                     state["exp_avg_sq"].mul_(batch / self.batch)
-        else:
+        elif not (run.tuned and run.algorithm == "standard"):  # which keeps its betas
             rule = "linear" if run.rule == "none" else run.rule
-            betas = scale(0.0, self.betas, from_batch=run.max_batch_size, to_batch=batch, rule=rule).betas
+            betas = scale(0.0, self.betas, from_batch=run.anchor, to_batch=batch, rule=rule).betas
             if run.algorithm == "halflife":
-                betas = (self.betas[0], self.betas[1] ** rho)
+                betas = (self.betas[0], self.betas[1] ** (batch / run.anchor))
             change_betas(inner, betas)
         self.batch, self.rate = batch, math.nan
 
     def lr(self, factor: float = 1.0) -> float:
         """Return the learning rate of an update by the run's rule, times a warm-up's factor."""
-        rho = self.batch / self.run.max_batch_size
+        rho = self.batch / self.run.anchor
         return self.run.lr0 * factor * {"square_root": math.sqrt(rho), "none": 1.0}.get(self.run.rule, rho)
 
     def set_lr(self, factor: float) -> None:
@@ -131,10 +130,10 @@ class ScaledOptimizer:
             return  # on a GPU every change is a launch
         self.rate, lr = factor, self.lr(factor)
         if self.run.algorithm == "adama":
-            rho = self.batch / self.run.max_batch_size
+            rho = self.batch / self.run.anchor
             lr = lr / rho * math.sqrt(self.batch / self.run.micro_batch_size)
         elif isinstance(self.inner, ia.InvariantAdam):
-            lr = self.run.lr0 * factor  # at B_max; InvariantAdam scales it
+            lr = self.run.lr0 * factor  # at the anchor; InvariantAdam scales it
         for group in self.inner.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
