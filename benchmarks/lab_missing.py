@@ -41,6 +41,8 @@ STAGES = [  # what is asked, of which models, by which runs
     ("more seeds at 1e-4", IMAGES, grid.Choice(lrs=(1e-4,), seeds=SEEDS)),
     ("the order floor at 1e-3", IMAGES, FLOOR._replace(lrs=(1e-3,))),
     ("the order floor at 1e-5", IMAGES, FLOOR._replace(lrs=(1e-5,))),
+    ("the paper's other batch sizes", IMAGES, grid.Choice(lrs=(1e-4, 1e-5, 1e-3), batch_sizes=(50, 200))),
+    ("the paper's smallest learning rate", IMAGES, grid.Choice(lrs=(1e-6,))),
 ]
 LAST = 15  # seconds kept for gathering
 

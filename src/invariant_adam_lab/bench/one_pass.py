@@ -408,8 +408,10 @@ def _against(
     own_ms, plain_ms = (statistics.mean(taken[name].ms for taken in both) for name in (method, "plain"))
     own = both[0][method]
     flops = model_flops(case)
+    model = plain.update.model
     measured = {
-        "parameters": sum(p.numel() for p in plain.update.model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": sum(any(True for _ in m.parameters(recurse=False)) for m in model.modules()),  # with weights
         "ms": round(own_ms, 3),
         "best_ms": round(min(taken[method].best_ms for taken in both), 3),
         "plain_ms": round(plain_ms, 3),

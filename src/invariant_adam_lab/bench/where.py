@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 HEAD = ("operation", "plain ms", "own ms", "more ms")
 _FEW = 6  # operations that are shown
 _TIMES = 3  # updates in a profile
+_LAUNCHED = 7  # updates whose launches are timed
 
 
 def look(update: Callable[[], Any], device: torch.device, ms: float) -> dict[str, Any]:
@@ -24,18 +26,21 @@ def look(update: Callable[[], Any], device: torch.device, ms: float) -> dict[str
         device: where it runs.
         ms: its time without the profiler, which slows the host down: on a CPU the parts are scaled to it.
 
-    On a GPU `kernels_ms` is what the device computes, and `host_ms` is when the host has launched all of it; the larger
-    one limits the update. On a CPU `operations_ms` is torch's operators, and `host_ms` everything else: Python,
+    On a GPU `kernels_ms` is what the device computes, and `host_ms` is when the host has launched all of it, the median
+    of some updates that begin with an idle GPU; the larger one limits the update. On a CPU `operations_ms` is torch's operators, and `host_ms` everything else: Python,
     autograd, the optimizer.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler greets on stderr
     gpu = device.type == "cuda"
     found: dict[str, Any] = {}
     if gpu:
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        update()
-        found["host_ms"] = 1e3 * (time.perf_counter() - start)
+        launched = []
+        for _ in range(_LAUNCHED):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            update()
+            launched.append(1e3 * (time.perf_counter() - start))
+        found["host_ms"] = statistics.median(launched)
         torch.cuda.synchronize(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     with profile(activities=activities, acc_events=True) as seen:
