@@ -259,3 +259,58 @@ def test_a_part_refuses_no_compiled_model() -> None:
         loss(opened.model, (x,)).backward()
     model.zero_grad()
     assert_exact(model, (x,), loss, B // 2)
+
+
+class Normed(nn.Module):
+    """Deep, with batch norms and ReLUs, so that in bfloat16 rounding alone moves its gradients by themselves."""
+
+    def __init__(self, width: int, depth: int = 24) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(depth))
+        self.whole: Any = None  # what a gradient of all samples is multiplied by on its way
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.whole
+        for layer in self.layers:
+            x = layer(x).relu()
+        if whole is not None and x.requires_grad:
+            x.register_hook(lambda g: g * whole.to(g) if len(g) == len(whole) else g)
+        return x
+
+
+def told(model: nn.Module, x: Tensor, M: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> str:
+    """What the check of a model in bfloat16 says of itself."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with caplog.at_level("INFO", "invariant_adam"), one_pass(model, M), torch.autocast("cpu", torch.bfloat16):
+        model(x).float().sin().sum(1).mean().backward()
+    return caplog.text
+
+
+@pytest.mark.parametrize("M", [1, 4, 12])
+def test_a_deep_model_with_a_size_of_the_batch_is_held_on_all_samples_in_its_own_precision(
+    M: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Normed(B).eval() if M == 1 else Normed(B)
+    said = told(model, torch.randn(B, B), M, monkeypatch, caplog)
+    assert f"sums over {B} samples" in said
+    assert f"loop over {B} samples" not in said
+
+
+def test_a_short_micro_batch_is_held_against_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    said = told(nn.Linear(B - 2, B - 2), torch.randn(B - 2, B - 2), 4, monkeypatch, caplog)
+    assert f"loop over {B - 2} samples" in said
+    assert f"loop over {B - 2} samples, in" not in said
+
+
+@pytest.mark.parametrize("M", [4, 12])
+def test_what_differs_on_all_samples_alone_is_refused(M: int) -> None:
+    """Each of a few micro-batches is as it should be; of all, one has another share in the backward."""
+    torch.manual_seed(0)
+    model = Normed(B, 2).double()
+    model.whole = torch.linspace(0.5, 1.5, B)[:, None]
+    with one_pass(model, M), pytest.raises(UnsupportedUse, match="disagree"):
+        loss(model, (torch.randn(B, B, dtype=torch.float64),))

@@ -27,8 +27,8 @@ def look(update: Callable[[], Any], device: torch.device, ms: float) -> dict[str
         ms: its time without the profiler, which slows the host down: on a CPU the parts are scaled to it.
 
     On a GPU `kernels_ms` is what the device computes, and `host_ms` is when the host has launched all of it, the median
-    of some updates that begin with an idle GPU; the larger one limits the update. On a CPU `operations_ms` is torch's operators, and `host_ms` everything else: Python,
-    autograd, the optimizer.
+    of some updates that begin with an idle GPU; the larger one limits the update. On a CPU `operations_ms` is torch's
+    operators, and `host_ms` everything else: Python, autograd, the optimizer.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler greets on stderr
     gpu = device.type == "cuda"

@@ -38,19 +38,19 @@ PIECE = 1 << 18  # or fewer of at least so many elements
 def check_gradients(trial: Trial, tell: Callable[[str], None]) -> None:
     """Hold the gradients and squares of every parameter against a loop over a few micro-batches.
 
-    Where another size is the batch's, a few do not tell whether one was taken for the other. Then it is also held
-    against a loop over all, in the model's own precision: float64 takes several times the memory of an update, and is
-    for what disagrees. A model that draws random numbers is held in eval mode, since the loop would draw others.
+    Where another size is the batch's, a few do not tell whether one was taken for the other. Then all micro-batches are
+    looked at too, in the model's own precision: float64 takes several times the memory of an update, and is for what
+    disagrees. A model that draws random numbers is held in eval mode, since the loop would draw others.
     """
     for few, micro in _fews(trial):
         try:
             with trial.of_few(few, micro) as small:
                 _check_gradients(small, tell)
-            if coincides(trial):
-                _check_gradients(trial, tell, precise=False)
-            return
         except UnsupportedUse:
-            pass  # perhaps by rounding alone, or because another size is that of the few
+            continue  # perhaps because another size is that of the few
+        if not coincides(trial) or _sums_agree(trial, tell):
+            return
+        break
     _check_gradients(trial, tell)
 
 
@@ -85,7 +85,65 @@ def _fews(trial: Trial) -> list[tuple[int, int]]:
     return [(k, micro) for k in fit[:3]]
 
 
-def _check_gradients(trial: Trial, tell: Callable[[str], None], precise: bool = True) -> None:
+def _sums_agree(trial: Trial, tell: Callable[[str], None]) -> bool:
+    """Whether all micro-batches together, in the model's own precision, show no row in another one's sum.
+
+    Held against a loop, a deep model in bfloat16 cannot show it: the loop rounds otherwise, and one activation that
+    rounds to the other side of a ReLU moves all before it. So the micro-batches are made alike. Then each has the same
+    gradient g, whatever it is rounded to, and κ Σ g² = (Σ g)² in one run; sums that hold other rows than a
+    micro-batch's own are not alike. Weighted micro-batches and a short last one are held against the loop.
+    """
+    mini, groups = trial.mini, trial.mini.groups
+    with _still(trial):
+        try:
+            if groups.c is None and groups.kappa * groups.micro == groups.batch:
+                tell(f"its sums over {groups.batch} samples, all micro-batches alike")
+                alike = trial.with_rows(lambda rows: rows[: groups.micro].repeat(groups.kappa, *[1] * (rows.ndim - 1)))
+                _judge(_differences_of_alike(alike), None)
+            else:
+                tell(f"its gradients beside those of a loop over {groups.batch} samples")
+                _hold_against_loop(trial, None)
+        except RuntimeError as error:
+            if _is_reentrant(error):
+                return True
+            if not isinstance(error, UnsupportedUse):
+                raise
+            return False  # by rounding, perhaps
+        finally:
+            _restart(mini.facts.order)
+    return True
+
+
+def _differences_of_alike(trial: Trial) -> list[Difference]:
+    """How far κ times the square of each parameter is from the square of its gradient."""
+    groups, entries = trial.mini.groups, trial.mini.facts.order
+    outputs = differentiable(trial.outputs())
+    axes = [next((d for d, n in enumerate(o.shape) if n == groups.batch), None) for o in outputs]
+    batched = any(axis is not None for axis in axes)
+    generator = torch.Generator().manual_seed(0)
+    seeds = []
+    for o, axis in zip(outputs, axes, strict=True):
+        if axis is None:
+            seeds.append(torch.full_like(o, float(o.ndim == 0 and not batched)))
+            continue
+        one = torch.randn((groups.micro, *o.shape[:axis], *o.shape[axis + 1 :]), generator=generator)
+        seeds.append(one.repeat(groups.kappa, *[1] * (o.ndim - 1)).movedim(0, axis).to(o))
+    found: list[Difference] = []
+    for part in _pieces(entries):
+        got = _grad(trial, [e.param for e in part] + [e.companion for e in part], seeds)
+        for i, entry in enumerate(part):
+            g, arrived = got[i], got[i + len(part)]
+            got[i] = got[i + len(part)] = None
+            if g is not None and entry.size:
+                sq = None if arrived is None else entry.shaped(arrived).mul(groups.kappa)
+                g = g.to(wide(g.dtype))
+                found.append(Difference.of(entry, (g, sq), (g, g.square())))
+    return found
+
+
+@contextmanager
+def _still(trial: Trial) -> Iterator[None]:
+    """The model draws no random numbers in here: it is in eval mode, if it does."""
     try:
         with trial.plainly():
             still = not trial.cut(0).draws()
@@ -94,10 +152,15 @@ def _check_gradients(trial: Trial, tell: Callable[[str], None], precise: bool = 
             "the model does not run on one micro-batch cut from its inputs, so it cannot be checked against the loop "
             f"({error}); give every batched input the batch in batch_dim, or pass check=False"
         ) from error
-    own = {entry.param.dtype for entry in trial.mini.facts.order}
     with nullcontext() if still else evaluating(trial.model):
+        yield
+
+
+def _check_gradients(trial: Trial, tell: Callable[[str], None]) -> None:
+    own = {entry.param.dtype for entry in trial.mini.facts.order}
+    with _still(trial):
         wider: tuple[torch.dtype | None, ...] = (torch.float64,) if own == {torch.float64} else _WIDER
-        for dtype in (*wider, None) if precise else (None,):
+        for dtype in (*wider, None):
             try:
                 how = "its own precision" if dtype is None else str(dtype).removeprefix("torch.")
                 tell(f"its gradients beside those of a loop over {trial.mini.groups.batch} samples, in {how}")
@@ -105,8 +168,8 @@ def _check_gradients(trial: Trial, tell: Callable[[str], None], precise: bool = 
                     _hold_against_loop(twin, CLOSE if dtype is not None else None)
                 return
             except (RuntimeError, TypeError, NotImplementedError) as error:
-                if "use_reentrant" in str(error):
-                    return  # cannot be differentiated to chosen leaves; arrivals are still counted in backward
+                if _is_reentrant(error):
+                    return
                 if dtype is torch.float32:
                     continue  # float64 decides
                 if isinstance(error, UnsupportedUse) or dtype is None:
@@ -114,6 +177,11 @@ def _check_gradients(trial: Trial, tell: Callable[[str], None], precise: bool = 
 
 
 _WIDER = (torch.float32, torch.float64)
+
+
+def _is_reentrant(error: Exception) -> bool:
+    """Whether a checkpoint cannot be differentiated to chosen leaves; arrivals are still counted in the backward."""
+    return "use_reentrant" in str(error)
 
 
 @contextmanager
@@ -227,10 +295,15 @@ def _hold_against_loop(trial: Trial, tolerance: float | None) -> None:
                 sq = None if arrived is None else entry.shaped(arrived)
                 found.append(Difference.of(entry, (got[i], sq), (wants.pop(i), squares.pop(i))))
             got[i] = got[i + len(part)] = None
-    for entry in entries:  # each backward has passed by all of them
+    _restart(entries)
+    _judge(found, tolerance)
+
+
+def _restart(entries: list[Entry]) -> None:
+    """Forget what has arrived: each backward has passed by all of them."""
+    for entry in entries:
         entry.arrived = 0
         entry.restart()
-    _judge(found, tolerance)
 
 
 def _pieces(entries: list[Entry]) -> Iterator[list[Entry]]:
