@@ -17,6 +17,7 @@ NAMES = {
     "hf:llama": "transformers Llama 0.55B",
     "benchmarks.models:checkpointed_llama": "transformers Llama 0.55B, checkpointing",
     "resnet18": "our ResNet-18, 32²",
+    "resnet50": "our ResNet-50, 224²",
     "gpt2-124m": "our GPT-2 124M",
 }
 
@@ -30,7 +31,7 @@ def label(row):
 
 def how(row):
     """How its update is run."""
-    return HOW[row["compiled"], bool(row["graph"]), row.get("mode")]
+    return HOW[row["compiled"], bool(row["graph"]), row.get("mode")] + ", not alone" * bool(row.get("beside"))
 
 
 def gib(row, own, plain):
@@ -68,15 +69,25 @@ def model_rows(measured, source):
 
 
 def limit_rows(measured, source):
-    """What limits an update: the device's time and the host's, of plain and of one pass."""
+    """What limits an update: the device's time and the host's, of plain and of one pass, and what a layer adds."""
     for name, result, rows in measured("models_h200"):
-        found = [row for row in rows if row["method"] != "plain" and "kernels_ms" in row.get("where", {})]
-        yield "| model | how | method | ms | kernels, ms | host, ms |"
-        yield "|---|---|---|---|---|---|"
+        found = [row for row in rows if "kernels_ms" in row.get("where", {})]
+        plain = {(label(row), how(row)): row["where"] for row in found if row["method"] == "plain"}
+        yield (
+            "| model | how | ms (plain) | kernels, ms (plain) | host, ms (plain) | layers with weights | "
+            "host, µs more per layer |"
+        )
+        yield "|---|---|---|---|---|---|---|"
         for row in found:
-            where = row["where"]
-            times = f"{row['ms']:.1f} | {where['kernels_ms']:.1f} | {where['host_ms']:.1f}"
-            yield f"| {label(row)} | {how(row)} | {row['method']} | {times} |"
+            if row["method"] != "one-pass":
+                continue
+            where, before = row["where"], plain[label(row), how(row)]
+            times = f"{row['ms']:.1f} ({row['plain_ms']:.1f})"
+            for part in ("kernels_ms", "host_ms"):
+                times += f" | {where[part]:.1f} ({before[part]:.1f})"
+            layers = row.get("layers")  # older rows were not counted, and have the host's time of one update
+            more = f"{1e3 * (where['host_ms'] - before['host_ms']) / layers:.0f}" if layers else ""
+            yield f"| {label(row)} | {how(row)} | {times} | {layers or ''} | {more} |"
         yield ""
         yield from source(name, result)
 

@@ -670,6 +670,24 @@ def scale_up_model_rows():
         )
         yield ""
         yield from scale_up_rows(name)
+        if said := list(lowest(rows)):
+            yield from ("", *said)
+
+
+def lowest(rows):
+    """Which method ends with the lowest loss, where there are several, and the next."""
+    tuned = {row["lr"]: row["loss"] for row in rows if row["method"] == "tuned"}
+    columns = {}
+    for row in rows:
+        if row["method"] != "tuned" and row["lr"] in tuned and row["loss"] is not None:
+            columns.setdefault((row["lr"], row["batch"]), []).append((row["loss"] - tuned[row["lr"]], row["method"]))
+    said = []
+    for (lr, batch), found in sorted(columns.items()):
+        (first, method), *rest = sorted(found)
+        if rest:
+            said.append(f"{method} at {lr:g}, B = {batch} ({first:+.3f}; then {rest[0][1]}, {rest[0][0]:+.3f})")
+    if said:
+        yield from prose(f"Lowest loss: {'; '.join(said)}.")
 
 
 def on_gpu(rows):

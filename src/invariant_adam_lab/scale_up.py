@@ -382,12 +382,13 @@ def measure(preset: Preset, rows: record.Rows, make: Make, tell: Tell) -> dict[s
 def table(result: dict[str, Any]) -> Iterator[list[str]]:
     """The rows of a table: a mean over seeds of the loss at the end, at B₀ and, for each method, minus that.
 
-    The columns are learning rates at B₀ and batch sizes. A seed that lacks its run at B₀ is left out.
+    The columns are learning rates at B₀ and batch sizes. What lacks its run at B₀, a seed or a learning rate, is left
+    out.
     """
     rows = result["rows"]
     tuned = {(row["lr"], row["seed"]): row["loss"] for row in rows if row["method"] == "tuned"}
     micro = min((row["batch"] for row in rows if row["method"] == "tuned"), default=0)
-    larger = [row for row in rows if row["method"] != "tuned"]
+    larger = [row for row in rows if row["method"] != "tuned" and (row["lr"], row["seed"]) in tuned]
     lrs, batches = (sorted({row[key] for row in larger}) for key in ("lr", "batch"))
 
     def mean(losses: list[float | None], form: str) -> str:
@@ -398,7 +399,7 @@ def table(result: dict[str, Any]) -> Iterator[list[str]]:
 
     def gaps(method: str, lr: float, batch: int) -> Iterator[float | None]:
         for row in larger:
-            if (row["method"], row["lr"], row["batch"]) == (method, lr, batch) and (lr, row["seed"]) in tuned:
+            if (row["method"], row["lr"], row["batch"]) == (method, lr, batch):
                 base = tuned[lr, row["seed"]]
                 yield None if base is None or row["loss"] is None else row["loss"] - base
 

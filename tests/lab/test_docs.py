@@ -515,10 +515,22 @@ def test_growing_in_on_the_papers_models_is_what_the_pages_say_it_is(lab_results
 
     (ln,) = (s for s in lab_results.paper_pair("resnet-ln") if s.algorithm == "invariant")
     equal = matched(lab_results, "resnet-ln", ln._replace(grow=0.1), 1e-4).ratio
-    assert f"with layer norm {both('resnet-ln', 1e-4)} at 1e-4 ({equal:.1f} at equal loss)" in page
+    layers = f"{both('resnet-ln', 1e-5)} at 1e-5, and {both('resnet-ln', 1e-4)} at 1e-4"
+    assert f"with layer norm {layers} ({equal:.1f} at equal loss)" in page
     assert f"little there: {both('resnet-bn', 1e-4)}, and {both('vit', 1e-4)}." in page
+
+    def least(model):
+        """The order floor."""
+        (ours,) = (s for s in lab_results.paper_pair(model) if s.algorithm == "invariant")
+        return floor(lab_results, model, ours, 1e-4)
+
+    above = [f"{of(model, 1e-4)[0] / least(model):.1f}" for model in ("vit", "resnet-bn", "resnet-ln")]
+    said = "It is {} times the [order floor](#at-the-same-speed) in the ViT, {} with batch norm and {} with layer norm"
+    assert said.format(*above) in page
+    best = of("vit", 1e-4)[0] * of("vit", 1e-4)[1] / least("vit")
+    assert f"no method could be closer than {best:.0f} times in the ViT" in page
     apart = f"lie {100 * of('vit', 1e-3)[0]:.2g} % apart"
-    assert f"At 1e-3 growing in makes {both('vit', 1e-3)} in the ViT, whose batch sizes then {apart}" in page
+    assert f"At 1e-3 it makes {both('vit', 1e-3)} in the ViT, whose batch sizes then {apart}" in page
 
     def first_epoch(model):
         (ours,) = (s for s in lab_results.paper_pair(model) if s.algorithm == "invariant")
@@ -542,10 +554,41 @@ def test_the_speed_page_quotes_the_thread_that_backwards_run_in():
     vit, resnet = (ms[model, "one-pass", False] / ms[model, "plain", True] for model in dict.fromkeys(k[0] for k in ms))
     assert f"[{vit:.2f} of plain's time]" in page
     assert f"and ResNet-18 {resnet:.2f}." in page
-    rows = json.loads((ROOT / "benchmarks" / "results" / "host_samples_h200.json").read_text("utf-8"))["rows"]
-    ms = {(row["model"], row["compiled"], row["method"]): row["ms"] for row in rows}
-    eager, compiled, vit = (ms[(*case, "one-pass")] / ms[(*case, "plain")] for case in dict.fromkeys(k[:2] for k in ms))
-    assert f"took {eager:.2f} for ResNet-18 in eager mode, {compiled:.2f} compiled, and {vit:.2f} for a" in page
+
+
+def test_the_speed_page_says_what_models_as_people_bring_them_cost():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "models_h200.json").read_text("utf-8"))["rows"]
+    page = " ".join((ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split())
+    ours = [row for row in rows if row["method"] == "one-pass"]
+    newest = next(row["code"] for row in ours if row["model"] == "resnet50")
+    new = [row for row in ours if row["code"] == newest]
+    plains = [row for row in rows if row["method"] == "plain" and row["code"] == newest and "where" in row]
+    layers = {(row["model"], row["compiled"], row.get("mode")): row for row in plains}
+
+    def more(row):
+        """Microseconds of the host per layer more than plain's."""
+        plain = layers[row["model"], row["compiled"], row.get("mode")]
+        return 1e3 * (row["where"]["host_ms"] - plain["where"]["host_ms"]) / row["layers"]
+
+    eager = [row for row in new if not (row["compiled"] or row["graph"] or row.get("beside"))]
+    assert {row["model"] for row in eager} >= {"resnet18", "resnet50", "timm:convnext_tiny", "timm:efficientnet_b0"}
+    costs = sorted(more(row) for row in eager)
+    assert f"{costs[0]:.0f} to {costs[-1]:.0f} µs of the host more for each layer" in page
+    waiting = sorted(row["ratio"] for row in eager if row["where"]["host_ms"] > row["where"]["kernels_ms"])
+    assert f"they take {waiting[0]:.2f} to {waiting[-1]:.2f} of plain's time" in page
+    (vit,) = (row for row in new if row.get("mode") == "reduce-overhead" and row["model"].startswith("timm"))
+    (resnet,) = (row for row in new if row.get("mode") == "reduce-overhead" and row["model"] == "resnet18")
+    (graph,) = (row for row in new if row["graph"])
+    assert f"{graph['ratio']:.2f} for ConvNeXt-T by `ia.capture`, {vit['ratio']:.2f} for ViT-S/16" in page
+    assert f"and {resnet['ratio']:.2f} for ResNet-18 by `reduce-overhead`" in page
+    peaks = sorted(
+        row["first_gib"] / max(row["plain_peak_gib"], row["plain_first_gib"]) for row in new if not row["graph"]
+    )
+    assert f"at most {peaks[-1]:.2f} times the peak of plain AdamW's first updates" in page
+    (cold,) = (row for row in new if row["model"] == "resnet50")
+    assert f"ResNet-50's took {cold['first_s']:.0f} s with empty caches" in page
+    warm = sorted(row["first_s"] for row in eager if row is not cold)
+    assert f"the other eager ones {warm[0]:.0f} to {warm[-1]:.0f} s" in page
 
 
 def test_where_the_page_about_the_paper_disagrees(lab_results):
