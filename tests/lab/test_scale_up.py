@@ -327,3 +327,25 @@ def test_what_the_page_says_is_in_the_results():
     assert near["exponential"] == pytest.approx(min(near.values()), abs=1e-3)
     near = {m: abs(x - tuned[3e-4]) for (lr, b, m), x in loss.items() if (lr, b) == (3e-4, 256)}
     assert near[ours] == min(near.values())
+
+
+def test_what_the_page_says_of_resnet_is_in_the_results():
+    page = " ".join((ROOT / "docs" / "scale_up.md").read_text(encoding="utf-8").split())
+    rows = json.loads((ROOT / "benchmarks" / "results" / "scale_up_resnet-ln.json").read_text("utf-8"))["rows"]
+    tuned = {row["lr"]: row["loss"] for row in rows if row["method"] == "tuned"}
+    gaps = {
+        (row["lr"], row["batch"], row["method"]): row["loss"] - tuned[row["lr"]] for row in rows if row["lr"] in tuned
+    }
+
+    def of(lr, batch):
+        return {method: gap for (a, b, method), gap in gaps.items() if (a, b) == (lr, batch) and method != "tuned"}
+
+    assert "AdamW with lr ∝ √B loses the least" in page
+    for lr in tuned:
+        assert min(of(lr, 400), key=of(lr, 400).get) == "adam, √"
+        assert min(of(lr, 400).values()) > 0.2  # much
+        assert (
+            min(gap for method, gap in of(lr, 100).items() if "grown in" in method) < 0.03
+        )  # a few hundredths at most
+    better = of(min(tuned, key=tuned.get), 100)
+    assert min(better, key=better.get) == "long_momentum, grown in"
