@@ -9,7 +9,7 @@ itself. Finished ones go to benchmarks/results/lab at once, and are gathered at 
     invariant-adam figures benchmarks/results/lab --out docs/figures/lab
     python benchmarks/pages.py
 
-Processes share a GPU far better under NVIDIA's MPS (nvidia-cuda-mps-control -d).
+Under NVIDIA's MPS (nvidia-cuda-mps-control -d) the kernels of several processes run at once.
 """
 
 from __future__ import annotations

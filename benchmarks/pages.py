@@ -676,11 +676,12 @@ def scale_up_model_rows():
 
 def lowest(rows):
     """Which method ends with the lowest loss, where there are several, and the next."""
-    tuned = {row["lr"]: row["loss"] for row in rows if row["method"] == "tuned"}
+    losses = {key: loss for key, loss in scale_up_losses(rows).items() if loss is not None}
+    tuned = {lr: loss for (lr, _, method), loss in losses.items() if method == "tuned"}
     columns = {}
-    for row in rows:
-        if row["method"] != "tuned" and row["lr"] in tuned and row["loss"] is not None:
-            columns.setdefault((row["lr"], row["batch"]), []).append((row["loss"] - tuned[row["lr"]], row["method"]))
+    for (lr, batch, method), loss in losses.items():
+        if method != "tuned" and lr in tuned:
+            columns.setdefault((lr, batch), []).append((loss - tuned[lr], method))
     said = []
     for (lr, batch), found in sorted(columns.items()):
         (first, method), *rest = sorted(found)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from invariant_adam import kernels
 
 launch = pytest.importorskip("invariant_adam.kernels.launch")
 triton = pytest.importorskip("triton")
@@ -135,3 +139,25 @@ def test_a_launch_runs_where_its_tensors_are():
         start(x, None, out, 2.0, 0.0)
         assert torch.equal(out, 2 * x)
         assert torch.cuda.current_device() == 0
+
+
+def test_a_rehearsal_puts_down_launches_of_its_own_thread_alone(monkeypatch):
+    """Another thread that trains meanwhile loses no launch; and one rehearsal may be inside of another."""
+    monkeypatch.setattr(kernels, "_launch", lambda: launch)  # which serves no CPU otherwise
+    x, out = torch.ones(8), [torch.zeros(8) for _ in range(4)]
+    start = launch.Launch(add, (1,), n=8, SIZE=8)
+
+    def run(to):
+        start(x, None, to, 2.0, 0.0)
+
+    with kernels.rehearsal():
+        run(out[0])
+        thread = threading.Thread(target=run, args=(out[1],))
+        thread.start()
+        thread.join()
+        with kernels.rehearsal():
+            run(out[2])
+        run(out[3])
+    assert [bool(t.any()) for t in out] == [False, True, False, False]
+    run(out[0])
+    assert torch.equal(out[0], 2 * x)

@@ -160,3 +160,17 @@ def test_the_command_says_what_limits_each_method(mine, tmp_path):
 def test_differences_are_those_that_cost_most():
     rows = [{"where": {"operations": ops}} for ops in ({"a": 1.0, "b": 5.0}, {"a": 4.0, "b": 5.0, "c": 1.0, "d": 0.0})]
     assert where.differences(*rows) == [("a", "1.00", "4.00", "+3.00"), ("c", "0.00", "1.00", "+1.00")]
+
+
+@pytest.mark.parametrize(
+    ("method", "kernels", "host", "said"),
+    [
+        ("one-pass", 10.0, 18.0, "limited by the host: Python, autograd and the optimizer; a CUDA graph leaves it out"),
+        ("plain", 10.0, 18.0, "limited by the host: Python, autograd and the optimizer"),
+        ("one-pass", 18.0, 10.0, "limited by its kernels"),
+    ],
+)
+def test_what_waits_for_the_host_is_told_the_remedy(method, kernels, host, said):
+    line = where.verdict({"method": method, "where": {"kernels_ms": kernels, "host_ms": host}})
+    assert said in line
+    assert ("ia.capture" in line) == ("CUDA graph" in said)

@@ -314,3 +314,37 @@ def test_what_differs_on_all_samples_alone_is_refused(M: int) -> None:
     model.whole = torch.linspace(0.5, 1.5, B)[:, None]
     with one_pass(model, M), pytest.raises(UnsupportedUse, match="disagree"):
         loss(model, (torch.randn(B, B, dtype=torch.float64),))
+
+
+class Viewed(nn.Module):
+    """Takes its images as they lie in memory, with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4 * B, B)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.permute(0, 2, 3, 1).view(len(x), -1))
+
+
+def test_micro_batches_made_alike_lie_in_memory_as_they_did() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(B, B, 2, 2, dtype=torch.float64).to(memory_format=torch.channels_last)
+    assert_exact(Viewed().double(), (x,), loss, 4)
+
+
+def test_a_batch_in_another_dimension_is_found_beside_one_of_its_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sequence of as many places as samples, which come second."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), torch.randn(B, B, D)
+    with (
+        caplog.at_level("INFO", "invariant_adam"),
+        one_pass(model, 4, batch_dim=1),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(x).float().square().mean().backward()
+    assert f"sums over {B} samples" in caplog.text
+    assert f"loop over {B} samples" not in caplog.text

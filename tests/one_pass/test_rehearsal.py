@@ -96,11 +96,17 @@ def test_a_rehearsal_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, err
     assert model.layer.weight.grad_kappa == B / M
 
 
-def test_hooks_of_parameters_see_no_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hooked", ["parameter", "module", "module before"])
+def test_hooks_see_no_rehearsal(monkeypatch: pytest.MonkeyPatch, hooked: str) -> None:
     """They would be given gradients that were never made."""
     monkeypatch.setattr(rehearsal, "rehearses", lambda device: True)
-    model, x, seen = nn.Linear(4, 4), torch.randn(B, 4), []
-    model.weight.register_hook(lambda g: seen.append(Serving.noted))
+    model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(B, 4), []
+    register = {
+        "parameter": model[1].weight.register_hook,
+        "module": model[1].register_full_backward_hook,
+        "module before": model[1].register_full_backward_pre_hook,
+    }[hooked]
+    register(lambda *_: seen.append(Serving.noted))
     with ia.one_pass(model, M):
         model(x).square().mean().backward()
     assert seen

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Serving:
 
     fused = True  # Triton's, where they can
     noted: list[Any] | None = None  # launches, which a `rehearsal` puts down here instead of starting them
+    rehearsing = 0  # the thread whose launches they are: others train on
 
 
 @contextmanager
@@ -71,16 +73,19 @@ def rehearsal_of_graph() -> Iterator[None]:
 
 @contextmanager
 def _noting() -> Iterator[list[Any]]:
-    noted = Serving.noted = []
+    before = Serving.noted, Serving.rehearsing
+    noted: list[Any] = []
+    Serving.noted, Serving.rehearsing = noted, get_ident()
     try:
         yield noted
     finally:
-        Serving.noted = None
+        Serving.noted, Serving.rehearsing = before
 
 
 def rehearses(device: torch.device) -> bool:
     """Whether there is something to rehearse on a device. Not where the first calls are timed, to choose by."""
-    return device.type == "cuda" and _launch() is not None and not tuning.wanted()
+    launch = _launch() if device.type == "cuda" else None
+    return launch is not None and launch.SIDE_BY_SIDE and not tuning.wanted()
 
 
 @cache

@@ -6,7 +6,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class Launch:
 
     def __call__(self, *args: Any) -> None:
         """Start the kernel on the current stream of the first argument's device; that is a tensor, or its tiles."""
-        if Serving.noted is not None:
+        if Serving.noted is not None and Serving.rehearsing == get_ident():
             Serving.noted.append(Noted(self, _home(args), [outline(a) for a in args]))
             return
         first = args[0]
@@ -85,7 +86,8 @@ class Launch:
         if waiting:
             noted = waiting.copy()
             waiting.clear()
-            compile_all(noted)
+            with suppress(Exception):  # it only saves time: this launch says itself what is wrong with it
+                compile_all(noted)
         where = _home(args)
         # Triton starts kernels on the device that is current, wherever their tensors are.
         with torch.cuda.device(where) if where >= 0 else nullcontext():
@@ -119,6 +121,7 @@ def outline(arg: Any) -> Any:
     return arg
 
 
+SIDE_BY_SIDE = hasattr(triton, "AsyncCompileMode")  # whether this version of Triton compiles several at once
 waiting: list[Noted] = []  # launches of graphs that are traced, and not compiled yet
 THREADS = 16  # that compile at most; Triton's compiler leaves Python's lock for nearly all of its time
 
@@ -128,7 +131,7 @@ def compile_all(noted: list[Noted], tell: Callable[[str], None] = lambda what: N
 
     A kernel that does not compile says so when it is started.
     """
-    if not hasattr(triton, "AsyncCompileMode"):
+    if not SIDE_BY_SIDE:
         return
     by_device: dict[int, list[Noted]] = defaultdict(list)
     for each in noted:

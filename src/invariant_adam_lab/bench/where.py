@@ -73,6 +73,8 @@ def verdict(row: dict[str, Any]) -> str:
     kind = "kernels" if "kernels_ms" in found else "operations"
     work, host = found[f"{kind}_ms"], found["host_ms"]
     limit = "the host: Python, autograd and the optimizer" if host > work else f"its {kind}"
+    if host > work and kind == "kernels" and row["method"] in ("one-pass", "into"):
+        limit += "; a CUDA graph leaves it out (ia.capture in your script, --graph here)"
     where = "" if kind == "kernels" else " on a CPU"
     return f"{row['method']}{where}: {kind} {work:.2f} ms, host {host:.2f} ms; limited by {limit}"
 

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,35 +91,41 @@ def _sums_agree(trial: Trial, tell: Callable[[str], None]) -> bool:
 
     Held against a loop, a deep model in bfloat16 cannot show it: the loop rounds otherwise, and one activation that
     rounds to the other side of a ReLU moves all before it. So the micro-batches are made alike. Then each has the same
-    gradient g, whatever it is rounded to, and κ Σ g² = (Σ g)² in one run; sums that hold other rows than a
-    micro-batch's own are not alike. Weighted micro-batches and a short last one are held against the loop.
+    gradient g, whatever it is rounded to, and κ Σ g² = (Σ g)² in one run. Sums over rows that were taken for the
+    batch's are not alike. What treats all micro-batches the same way is for the few to show. Weighted micro-batches and
+    a short last one are held against the loop.
     """
-    mini, groups = trial.mini, trial.mini.groups
+    groups = trial.mini.groups
     with _still(trial):
         try:
             if groups.c is None and groups.kappa * groups.micro == groups.batch:
                 tell(f"its sums over {groups.batch} samples, all micro-batches alike")
-                alike = trial.with_rows(lambda rows: rows[: groups.micro].repeat(groups.kappa, *[1] * (rows.ndim - 1)))
-                _judge(_differences_of_alike(alike), None)
+                _judge(_differences_of_alike(trial.with_rows(partial(_alike, micro=groups.micro))), None)
             else:
                 tell(f"its gradients beside those of a loop over {groups.batch} samples")
                 _hold_against_loop(trial, None)
-        except RuntimeError as error:
-            if _is_reentrant(error):
-                return True
-            if not isinstance(error, UnsupportedUse):
-                raise
-            return False  # by rounding, perhaps
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            return _is_reentrant(error)  # what else it is, the loop decides; rounding, perhaps
         finally:
-            _restart(mini.facts.order)
+            _restart(trial.mini.facts.order)
     return True
+
+
+def _alike(rows: Tensor, micro: int) -> Tensor:
+    """The rows of the first micro-batch in the place of all others'."""
+    new = rows.clone()  # in the memory format that it has
+    for lo in range(micro, len(rows), micro):
+        new[lo : lo + micro] = rows[:micro]
+    return new
 
 
 def _differences_of_alike(trial: Trial) -> list[Difference]:
     """How far κ times the square of each parameter is from the square of its gradient."""
     groups, entries = trial.mini.groups, trial.mini.facts.order
     outputs = differentiable(trial.outputs())
-    axes = [next((d for d, n in enumerate(o.shape) if n == groups.batch), None) for o in outputs]
+    axes = _batch_axes(trial, outputs)
     batched = any(axis is not None for axis in axes)
     generator = torch.Generator().manual_seed(0)
     seeds = []
@@ -126,8 +133,8 @@ def _differences_of_alike(trial: Trial) -> list[Difference]:
         if axis is None:
             seeds.append(torch.full_like(o, float(o.ndim == 0 and not batched)))
             continue
-        one = torch.randn((groups.micro, *o.shape[:axis], *o.shape[axis + 1 :]), generator=generator)
-        seeds.append(one.repeat(groups.kappa, *[1] * (o.ndim - 1)).movedim(0, axis).to(o))
+        rows = torch.randn((groups.batch, *o.shape[:axis], *o.shape[axis + 1 :]), generator=generator)
+        seeds.append(_alike(rows, groups.micro).movedim(0, axis).to(o))
     found: list[Difference] = []
     for part in _pieces(entries):
         got = _grad(trial, [e.param for e in part] + [e.companion for e in part], seeds)
@@ -138,6 +145,21 @@ def _differences_of_alike(trial: Trial) -> list[Difference]:
                 sq = None if arrived is None else entry.shaped(arrived).mul(groups.kappa)
                 g = g.to(wide(g.dtype))
                 found.append(Difference.of(entry, (g, sq), (g, g.square())))
+    return found
+
+
+def _batch_axes(trial: Trial, outputs: list[Tensor]) -> list[int | None]:
+    """Which dimension of each output is the batch's: a micro-batch's output is as large as a micro-batch there."""
+    groups = trial.mini.groups
+    with trial.plainly():
+        small = differentiable(trial.cut(0).outputs())
+    if len(small) != len(outputs):
+        raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
+    found = []
+    for o, piece in zip(outputs, small, strict=True):
+        like = [(*o.shape[:d], groups.micro, *o.shape[d + 1 :]) for d in range(o.ndim)]
+        fit = (d for d, n in enumerate(o.shape) if n == groups.batch and piece.shape == like[d])
+        found.append(next(fit, None))
     return found
 
 
@@ -241,25 +263,18 @@ def _hold_against_loop(trial: Trial, tolerance: float | None) -> None:
     full = differentiable(trial.outputs())
     batched = any(groups.batch in o.shape for o in full)
     kept = sorted({0, groups.kappa - 1} if batched else set(range(groups.kappa)))
-    with trial.plainly():
-        small = differentiable(trial.cut(0).outputs())
-    if len(small) != len(full):
-        raise UnsupportedUse("the model returns other outputs for one micro-batch than for the mini-batch")
+    axes = _batch_axes(trial, full)
     # The same random cotangents for both, zero outside the micro-batches that are kept; one for a scalar.
     generator = torch.Generator().manual_seed(0)
     left_out = [k not in kept for k in sample_groups(groups, groups.batch, torch.device("cpu")).tolist()]
     seeds: list[Tensor] = []
-    axes: list[int | None] = []
-    for o, piece in zip(full, small, strict=True):
-        like = [(*o.shape[:d], groups.micro, *o.shape[d + 1 :]) for d in range(o.ndim)]
-        where = [d for d, n in enumerate(o.shape) if n == groups.batch and piece.shape == like[d]]
+    for o, axis in zip(full, axes, strict=True):
         seed = torch.randn(o.shape, generator=generator, dtype=torch.float64)
-        if where:
-            seed.movedim(where[0], 0)[left_out] = 0
+        if axis is not None:
+            seed.movedim(axis, 0)[left_out] = 0
         else:  # not samples: the loss, where there is nothing else
             seed.fill_(o.ndim == 0 and not batched)
         seeds.append(seed.to(o))
-        axes.append(where[0] if where else None)
     if not any(bool(s.any()) for s in seeds):
         return
     c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()

@@ -29,11 +29,15 @@ def rehearse(trial: Trial, tell: Callable[[str], None], backward: bool = True) -
     """
     entries = trial.mini.facts.order
     devices = {entry.param.device for entry in entries}
-    # A hook on a parameter is not to see gradients that were never made.
-    if not any(map(rehearses, devices)) or any(entry.param._backward_hooks for entry in entries):
+    # No hook is to see gradients that were never made.
+    hooked = any(entry.param._backward_hooks for entry in entries) or any(
+        m._backward_hooks or m._backward_pre_hooks for m in trial.model.modules()
+    )
+    if hooked or not any(map(rehearses, devices)):
         return
     try:
-        with rehearsal(tell):
+        # In one thread, on several devices too: launches of other threads are others' and do start.
+        with rehearsal(tell), torch.autograd.set_multithreading_enabled(False):
             _run(trial, devices) if backward else trial.run(freed)
     except Exception as problem:  # no memory, most likely
         log.debug("the first update compiles its kernels one by one: %s", problem)
