@@ -251,6 +251,7 @@ def main(name: str, few: bool, ahead: bool) -> None:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
         if ahead:
             noted = Serving.noted = []
+            Serving.rehearsing = threading.get_ident()
             for part in PARTS:
                 part(dtype, few or some)
             Serving.noted = None
