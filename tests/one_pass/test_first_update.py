@@ -348,3 +348,14 @@ def test_a_batch_in_another_dimension_is_found_beside_one_of_its_size(
         model(x).float().square().mean().backward()
     assert f"sums over {B} samples" in caplog.text
     assert f"loop over {B} samples" not in caplog.text
+
+
+def test_a_first_micro_batch_without_gradient_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(B, B)
+    x[:4] = 0
+    said = told(nn.Linear(B, B, bias=False), x, 4, monkeypatch, caplog)
+    assert f"sums over {B} samples" in said
+    assert f"loop over {B} samples" in said

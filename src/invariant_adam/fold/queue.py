@@ -338,10 +338,12 @@ class FoldQueue:
             kappa: κ of the mini-batch.
             scale: factors that turn the sums the kernel has into the means of the pair.
         """
-        found = self.outline(p)
-        if found is None:
+        if not self._kernels_fold(p):
             return None
-        tally, m = self.tally(p), found.exp_avg
+        tally = self.tally(p)
+        m = self.moments.state[p]["exp_avg"]
+        if not _fits(m, p):
+            return None
         if not self.launcher.captures:
             checks.refuse_capture(p)
         if p in self.update.late or p in self.update.queued:
@@ -353,13 +355,15 @@ class FoldQueue:
 
     def outline(self, p: Tensor) -> Fold | None:
         """What `target` returns, with other numbers and nothing counted: a kernel is compiled by it."""
-        if is_coupled(self.moments.group(p)) or self.max_micro_norm is not None or not self.reducer.kernels_fold:
+        if not self._kernels_fold(p):
             return None
         state = self.moments.follow(p)
         m, v = state["exp_avg"], state["exp_avg_sq"]
-        if m.dtype != torch.float32 or m.stride() != p.stride():
-            return None
-        return Fold(m, v, ONES, ONES, self.nonfinite.counter(p.device))
+        return Fold(m, v, ONES, ONES, self.nonfinite.counter(p.device)) if _fits(m, p) else None
+
+    def _kernels_fold(self, p: Tensor) -> bool:
+        """Whether a fold of `p` needs nothing but its own pair."""
+        return not is_coupled(self.moments.group(p)) and self.max_micro_norm is None and self.reducer.kernels_fold
 
     # ---------------------------------------------------------------- Fold -> m, v
 
@@ -498,3 +502,8 @@ def _detached(grad: Tensor | None) -> Tensor:
     """A gradient as no part of a graph (create_graph=True)."""
     assert grad is not None
     return grad.detach() if grad.requires_grad else grad
+
+
+def _fits(m: Tensor, p: Tensor) -> bool:
+    """Whether a kernel finds the moments where it finds the gradient."""
+    return m.dtype == torch.float32 and m.stride() == p.stride()

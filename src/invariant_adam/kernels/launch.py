@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from triton.runtime import JITFunction
 from triton.runtime.jit import MockTensor
 
 from . import Serving
+
+log = logging.getLogger(__name__.partition(".")[0])
 
 if os.environ.get("INVARIANT_ADAM_TRITON") == "0":  # all modules of kernels import this one
     raise ImportError("INVARIANT_ADAM_TRITON=0 leaves Triton's kernels out: plain torch takes their place")
@@ -86,8 +89,10 @@ class Launch:
         if waiting:
             noted = waiting.copy()
             waiting.clear()
-            with suppress(Exception):  # it only saves time: this launch says itself what is wrong with it
+            try:
                 compile_all(noted)
+            except Exception as problem:  # it only saves time: this launch says itself what is wrong with it
+                log.debug("the kernels of a graph are compiled one by one: %s", problem)
         where = _home(args)
         # Triton starts kernels on the device that is current, wherever their tensors are.
         with torch.cuda.device(where) if where >= 0 else nullcontext():
@@ -115,9 +120,9 @@ def outline(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return (_Odd if arg.data_ptr() & 15 else MockTensor)(arg.dtype)
     if hasattr(arg, "block_shape"):
-        outline = object.__new__(type(arg))
-        outline.__dict__.update(arg.__dict__, base=MockTensor(arg.base.dtype))
-        return outline
+        tiles = object.__new__(type(arg))
+        tiles.__dict__.update(arg.__dict__, base=MockTensor(arg.base.dtype))
+        return tiles
     return arg
 
 
@@ -131,8 +136,6 @@ def compile_all(noted: list[Noted], tell: Callable[[str], None] = lambda what: N
 
     A kernel that does not compile says so when it is started.
     """
-    if not SIDE_BY_SIDE:
-        return
     by_device: dict[int, list[Noted]] = defaultdict(list)
     for each in noted:
         if isinstance(each.launch.kernel, JITFunction):
