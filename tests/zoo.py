@@ -36,6 +36,10 @@ TEXT = {
     "t5": ("T5Config", "T5ForConditionalGeneration", {"d_model": D, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}),
     "bart": ("BartConfig", "BartForConditionalGeneration", {"d_model": D, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 16}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_key_value_heads": 1, "num_local_experts": 3, "experts_implementation": "eager"}),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"num_key_value_heads": 1, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM", {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size_mlp": 32, "num_local_experts": 4}),
+    "jetmoe": ("JetMoeConfig", "JetMoeForCausalLM", {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "experts_implementation": "eager"}),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 4}),
     "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"attention_hidden_size": D, "context_length": 16}),
 }  # fmt: skip

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 B = 6
 # These compute parts in float32 whatever the model's dtype.
-SINGLE = {"gemma", "mamba", "rwkv"}
+SINGLE = {"deepseek_v3", "gemma", "mamba", "rwkv"}
 
 
 def loss(model: nn.Module, batch: tuple) -> Tensor:

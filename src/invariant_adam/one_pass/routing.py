@@ -14,14 +14,15 @@ from torch import Tensor
 from .groups import Groups
 
 # Nodes that keep rows apart and in order.
-ROWWISE = frozenset(
+ROWWISE = frozenset({"torch::autograd::CopyBackwards", "CatBackward0"}) | frozenset(
     f"{name}Backward{i}"
     for name in (  # noqa: SIM905
         "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split SplitWithSizes Chunk Pow Clamp "
-        "LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp Clone Linear MaskedFill"
+        "LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp Clone Linear MaskedFill Slice"
     ).split()
     for i in (0, 1)
 )
+PARTS = frozenset(("SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"))  # of those, what may drop rows
 DEPTH = 24
 # In the metadata of a node: a walk from here has found nothing. A residual stream is walked once, not by each layer.
 _NOTHING = "invariant_adam: rows in batch order"
@@ -42,11 +43,12 @@ class Routed(NamedTuple):
 
 def routed(x: Tensor, groups: Groups) -> Routed | None:
     """Where the rows of x come from, if x was picked by index along the batch."""
-    found = _walk(x.grad_fn, groups, 0)
+    found = _walk(x.grad_fn, x.output_nr, groups, 0)
     return found if found is not None and x.ndim > 0 and len(found.ids) == len(x) else None
 
 
-def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
+def _walk(node: Any, output: int, groups: Groups, depth: int) -> Routed | None:
+    """Where the rows of a result come from: the node that made it, and its number among that node's outputs."""
     if node is None or depth > DEPTH:
         return None
     name, found = node.name(), None
@@ -61,10 +63,9 @@ def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
     elif name in ROWWISE:
         if _NOTHING in node.metadata:
             return None
-        for parent, _ in node.next_functions:
-            found = _walk(parent, groups, depth + 1)
-            if found is not None:
-                return found
+        found = _joined(node, groups, depth) if name == "CatBackward0" else _kept(node, name, output, groups, depth)
+        if found is not None:
+            return found
         if depth == 0:  # a walk that began further down may have ended early
             node.metadata[_NOTHING] = True
         return None
@@ -72,7 +73,8 @@ def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
         return getattr(getattr(node, "use", None), "routed", None)  # of an operation on such rows
     if index.dtype in (torch.bool, torch.uint8):
         index = index.nonzero()[:, 0]
-    source = _walk(node.next_functions[0][0], groups, depth + 1)
+    parent, number = node.next_functions[0]
+    source = _walk(parent, number, groups, depth + 1)
     if source is not None and len(source.places) != sizes[0]:
         source = None
     total = sizes[0] if source is None else source.total
@@ -80,3 +82,40 @@ def _walk(node: Any, groups: Groups, depth: int) -> Routed | None:
         return None
     places = index % total if source is None else source.places[index]
     return Routed(places, total, places // (groups.micro * (total // groups.batch)))
+
+
+def _joined(node: Any, groups: Groups, depth: int) -> Routed | None:
+    """The rows of a concatenation: those of its pieces one after the other, or of each where it is not along them."""
+    pieces = [_walk(parent, number, groups, depth + 1) for parent, number in node.next_functions]
+    found = [piece for piece in pieces if piece is not None]
+    if not found or _signed(node._saved_dim) % len(node._input_metadata[0].shape) != 0:
+        return found[0] if found else None
+    if len(found) < len(pieces) or any(piece.total != found[0].total for piece in found):
+        return None
+    places, ids = (torch.cat([getattr(piece, name) for piece in found]) for name in ("places", "ids"))
+    return Routed(places, found[0].total, ids)
+
+
+def _kept(node: Any, name: str, output: int, groups: Groups, depth: int) -> Routed | None:
+    """The rows of any other operation: those of the first operand that has some; of these a slice or a split's part."""
+    for parent, number in node.next_functions:
+        found = _walk(parent, number, groups, depth + 1)
+        if found is not None:
+            break
+    else:
+        return None
+    if name not in PARTS or _signed(node._saved_dim) % len(node._saved_self_sym_sizes) != 0:
+        return found
+    if name == "SliceBackward0":
+        kept = slice(_signed(node._saved_start), _signed(node._saved_end), node._saved_step)
+    elif name == "SplitBackward0":
+        kept = slice(output * node._saved_split_size, (output + 1) * node._saved_split_size)
+    else:
+        first = sum(node._saved_split_sizes[:output])
+        kept = slice(first, first + node._saved_split_sizes[output])
+    return Routed(found.places[kept], found.total, found.ids[kept])
+
+
+def _signed(n: int) -> int:
+    """A number that a node holds without its sign."""
+    return n - (1 << 64) if n >> 63 else n

@@ -1,0 +1,119 @@
+"""Rows that were picked by index keep their place in the batch through what happens to them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from loop_oracle import assert_exact
+from torch import Tensor, nn
+
+from invariant_adam.one_pass import UnsupportedUse, one_pass
+
+B, T, D, E = 12, 5, 8, 4  # samples, tokens each, width, experts
+Apply = Callable[["Sorted", Tensor, list[int]], Tensor]
+
+
+class Sorted(nn.Module):
+    """Experts that find their rows side by side: `apply` takes the sorted rows and the number of each expert's."""
+
+    def __init__(self, apply: Apply) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.apply_to, self.inp = apply, nn.Linear(D, D)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+        self.last = nn.Linear(D, D)
+        self.double()
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        to, order = to.flatten().sort()
+        rows = self.inp(x).flatten(0, 1)[order]
+        rows = self.apply_to(self, rows, torch.bincount(to, minlength=E).tolist())
+        return rows[order.argsort()].view(len(x), -1)
+
+
+def each(model: Sorted, parts: list[Tensor]) -> list[Tensor]:
+    return [expert(part).tanh() for expert, part in zip(model.experts, parts, strict=True)]
+
+
+def by_split(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    return m.last(torch.cat(each(m, rows.split(sizes))))
+
+
+def by_slices(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    parts = [rows[end - n : end] for n, end in zip(sizes, ends, strict=True)]
+    return m.last(torch.cat(each(m, parts), dim=-2))
+
+
+def in_even_parts(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    return m.last(torch.cat(each(m, rows.split(len(rows) // E, dim=-2))))
+
+
+def by_columns(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    """Neither parts of columns nor their concatenation move rows."""
+    left, right = rows[..., ::2], rows[..., 1::2]
+    first, second = torch.cat([left, right], -1).chunk(2, dim=-1)
+    return m.last(torch.cat([first.tanh(), second], 1))
+
+
+def by_a_copy(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    out = torch.zeros_like(rows)
+    out.copy_(rows)
+    return m.last(out)
+
+
+def loss(model: nn.Module, batch: tuple) -> Tensor:
+    return model(*batch).sin().sum(1).mean()
+
+
+def destinations(which: str) -> Tensor:
+    torch.manual_seed(2)
+    to = torch.randint(0, E, (B, T))
+    if which == "one without tokens":
+        to[to == 1] = 2
+    return to
+
+
+@pytest.mark.parametrize("M", [1, 3, 5])  # 5 leaves a ragged one
+@pytest.mark.parametrize("which", ["spread", "one without tokens"])
+@pytest.mark.parametrize("apply", [by_split, by_slices, by_columns, by_a_copy])
+def test_equals_the_loop(apply: Apply, which: str, M: int) -> None:
+    torch.manual_seed(1)
+    batch = torch.randn(B, T, D, dtype=torch.float64), destinations(which)
+    assert_exact(Sorted(apply), batch, loss, M)
+
+
+def test_parts_of_one_size_are_told_by_their_number() -> None:
+    """split(n) gives its outputs no sizes of their own; the loop would cut other rows, so squares are made by hand."""
+    torch.manual_seed(1)
+    model = Sorted(in_even_parts)
+    x, to = torch.randn(B, T, D, dtype=torch.float64), destinations("spread")
+    with one_pass(model, 3, check=False):
+        out = model(x, to)
+        out.square().sum(1).mean().backward()
+    order = to.flatten().sort().indices
+    rows = model.inp(x).flatten(0, 1)[order].detach()
+    group = (order // T) // 3
+    n = len(rows) // E
+    for expert in model.experts:
+        squares = torch.zeros_like(expert.weight)
+        for k in range(B // 3):
+            # All rows but those of micro-batch k are cut off from the loss, so that its share is left.
+            mine = [(group[i * n : (i + 1) * n] == k)[:, None] for i in range(E)]
+            outs = [f(rows[i * n : (i + 1) * n]).tanh() * mine[i] for i, f in enumerate(model.experts)]
+            y = model.last(torch.cat(outs)) * torch.cat(mine)
+            squares += torch.autograd.grad(y.square().sum() / 3, expert.weight)[0].square() / (B // 3)
+        torch.testing.assert_close(expert.weight.grad_sq, squares)
+
+
+def stacked(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    """Rows with rows of the batch that were not picked: nobody knows the places of the latter."""
+    return m.last(torch.cat([rows, m.inp.bias.expand(1, D)]))[:-1]
+
+
+def test_a_concatenation_with_rows_of_unknown_place_is_refused() -> None:
+    batch = torch.randn(B, T, D, dtype=torch.float64), destinations("spread")
+    with pytest.raises(UnsupportedUse), one_pass(Sorted(stacked), 3) as context:
+        context.model(*batch).mean().backward()
