@@ -29,14 +29,18 @@ def by_transformers(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 class Experts(nn.Module):
     """Two products by expert, of all samples' tokens; one weight lies transposed. `to` names the expert of each token.
 
-    Tokens of expert E are dropped, as those of other ranks are: their rows come last, and belong to nobody here.
+    Tokens of expert E are dropped, as those of other ranks are: their rows come last, and belong to nobody here. The
+    biases are picked by expert, as in gpt-oss.
     """
 
-    def __init__(self, product=F.grouped_mm, shared: bool = False) -> None:
+    def __init__(self, product=F.grouped_mm, shared: bool = False, biased: str = "") -> None:
         super().__init__()
-        self.product, self.shared = product, shared
+        self.product, self.shared, self.biased = product, shared, biased
         self.inp = nn.Linear(D, D)
         self.up, self.down = (nn.Parameter(torch.randn(E, D, D) / 3) for _ in range(2))
+        if biased:
+            self.bias = nn.Parameter(torch.randn(E, D))
+            self.bias_down = self.bias if "shared" in biased else nn.Parameter(torch.randn(E, D))
         self.double() if product is by_transformers else self.float()
 
     def forward(self, x: Tensor, to: Tensor) -> Tensor:
@@ -44,8 +48,16 @@ class Experts(nn.Module):
         offs = torch.searchsorted(to, torch.arange(E, device=to.device), right=True).int()
         dropped = (to == E)[:, None]
         rows = self.inp(x).flatten(0, 1)[order].masked_fill(dropped, 0)
-        rows = self.product(rows, self.up.mT, offs=offs).masked_fill(dropped, 0).tanh()
+        rows = self.product(rows, self.up.mT, offs=offs).masked_fill(dropped, 0)
+        if self.biased:
+            rows.add_(self.bias[to.clamp(max=E - 1)])
+        rows = rows.tanh().masked_fill(dropped, 0)
         rows = self.product(rows, self.up if self.shared else self.down, offs=offs).masked_fill(dropped, 0)
+        if "negative" in self.biased:
+            rows = self.bias_down[to.clamp(max=E - 1) - E] + rows
+        elif self.biased:
+            rows = rows * self.bias_down[to.clamp(max=E - 1)]
+        rows = rows.masked_fill(dropped, 0)
         return rows[order.argsort()].view(len(x), -1)
 
 
@@ -94,6 +106,29 @@ def test_uses_of_a_shared_weight_are_added_before_they_are_squared(product, M: i
     assert_exact(model, batch_of(model), loss, M, tol=SINGLE if product is F.grouped_mm else 1e-10)
 
 
+@pytest.mark.parametrize("M", [1, 3, 5, 12])
+@pytest.mark.parametrize("which", ROUTES)
+@pytest.mark.parametrize("biased", ["own", "shared", "negative"])
+def test_biases_picked_by_expert(product, biased: str, which: str, M: int) -> None:
+    model = Experts(product, biased=biased)
+    tol = SINGLE if product is F.grouped_mm else 1e-10
+    assert_exact(model, batch_of(model, which), loss, M, tol=tol)
+    assert_exact(model, batch_of(model, "spread"), loss, M, tol=tol)  # what was found out holds for other routes
+
+
+def test_rows_picked_by_expert_that_meet_others_are_refused(product) -> None:
+    """First as biases, and then of rows in batch order: one site cannot be both."""
+    model = Experts(product, biased="own")
+
+    def forward(x: Tensor, to: Tensor) -> Tensor:
+        again = model.bias[to.flatten().sort().values]
+        return Experts.forward(model, x, to) + again.view(x.shape[0], T, D).sum(1, keepdim=True)
+
+    model.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedUse, match=r"bias goes through __getitem__ .*set_experts"), one_pass(model, 3):
+        model(*batch_of(model))
+
+
 def test_many_rows_of_a_group(product) -> None:
     """More than 16 rows are filled up to a multiple."""
     model = Experts(product)
@@ -104,15 +139,19 @@ def test_many_rows_of_a_group(product) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 3, 5])
 @pytest.mark.parametrize("which", ROUTES)
-def test_on_the_gpu_in_bfloat16(which: str, M: int) -> None:
+@pytest.mark.parametrize("biased", ["", "own"])
+def test_on_the_gpu_in_bfloat16(biased: str, which: str, M: int) -> None:
     torch.manual_seed(0)
-    model = Experts().to("cuda", torch.bfloat16)
+    model = Experts(biased=biased).to("cuda", torch.bfloat16)
     x, to = batch_of(Experts(), which)
     assert_exact(model, (x.to("cuda", torch.bfloat16), to.cuda()), loss, M, tol=5e-2)  # a bfloat16 has 8 bits
 
 
-def test_the_forward_is_the_models_own_to_the_bit(product) -> None:
-    model = Experts(product)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_forward_is_the_models_own_to_the_bit(product, dtype: torch.dtype | None) -> None:
+    model = Experts(product, biased="own")
+    model.to(dtype or model.up.dtype)
+    model.bias.data = model.bias.data.float()  # as a checkpoint may keep it
     batch = batch_of(model)
     plain = model(*batch)
     with one_pass(model, 3):
@@ -123,7 +162,7 @@ def test_the_forward_is_the_models_own_to_the_bit(product) -> None:
 
 @pytest.mark.parametrize("into", [False, True])
 def test_trains_as_the_loop_does(product, into: bool) -> None:
-    models = [Experts(product), Experts(product)]
+    models = [Experts(product, biased="own"), Experts(product, biased="own")]
     models[1].load_state_dict(models[0].state_dict())
     mine, theirs = (ia.InvariantAdam(m.parameters(), lr=0.01, micro_batch_size=3) for m in models)
     for which in ROUTES:

@@ -30,6 +30,7 @@ class Findings(NamedTuple):
     looks: Mapping[Any, tuple[Any, ...]] = {}  # by the form of the inputs: the sizes of two checks (`lengths.Look`)
     constant: frozenset[Site] = frozenset()  # what sizes call batched and is not
     batched: frozenset[Site] = frozenset()  # the reverse
+    chosen: frozenset[Site] = frozenset()  # an index from the batch, whose rows meet rows that were picked by index
     axes: Mapping[Site, int] = {}  # where the batch is in another dimension than sizes say
     renormed: bool = False  # a batch norm was used twice in a forward
 

@@ -12,6 +12,7 @@ from ..dispatch import dispatch, fallback
 from ..mini_batch import MiniBatch
 from ..weight import Handle, apart, lift
 from . import base
+from .lookup import Looked
 
 NAMES = (
     "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "__rdiv__",
@@ -33,6 +34,9 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     place = mini.place(x, 0, func.__name__, (h,), any_order=True)
     if place is None:
         return NotImplemented
+    if place.routed is not None and isinstance(h, Looked) and h.value.shape == x.shape:
+        own = h.meeting(place.routed)
+        return func(own, x, **kwargs) if first is not None else func(x, own, **kwargs)
     axis = place.axis
     under = axis - (x.ndim - h.value.ndim)  # the parameter's dimension under the batch
     if under >= 0 and h.value.shape[under] != 1:

@@ -1,0 +1,297 @@
+"""On which models is one pass exact? Each model type of transformers and each family of timm, made small, on a CPU.
+
+    python benchmarks/coverage.py --out benchmarks/results/coverage_cpu.json
+    python benchmarks/coverage.py --only transformers:llama,timm:resnet
+
+A model is its library's own class with random weights, no dropout and few, narrow layers; of a family of timm it is the
+one of fewest parameters. Gradients and squares of one pass, B = 6 and M = 3, are held against a loop of
+`torch.autograd.grad` over the micro-batches, in float64. Experts are run one by one there; as transformers runs them by
+default, which needs float32, they are looked at once more. Each model has a process of its own; rows that the file has
+are not made again.
+
+    exact     the largest difference, over the largest value, is at most 1e-5 (float32: 1e-3)
+    refused   one pass raised UnsupportedUse, whose message is kept
+    wrong     neither
+    left out  the model was not made small, or does not run by itself
+
+transformers and timm must be there (`make test-slow` installs them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+SAMPLES, MICRO, TOKENS, SIDE = 6, 3, 7, 64
+LIMITS = {"float64": 1e-5, "float32": 1e-3}
+TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
+MOST = 40_000_000  # parameters, of what counts as small
+# A config's sizes; of each model those that its config has.
+SIZES = {
+    1: "num_key_value_heads num_kv_heads n_group topk_group first_k_dense_replace",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
+    "encoder_attention_heads decoder_attention_heads n_head n_heads num_attention_heads num_heads num_experts_per_tok "
+    "moe_topk moe_top_k top_k_experts moe_k num_selected_experts linear_num_key_heads linear_num_value_heads",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads qk_rope_head_dim qk_nope_head_dim "
+    "rotary_dim state_size mamba_d_state sliding_window patch_size",
+    5: "num_labels",
+    8: "head_dim d_kv v_head_dim linear_key_head_dim linear_value_head_dim head_size kv_channels q_lora_rank "
+    "kv_lora_rank mamba_d_head attention_window_size hidden_size_per_layer_input",
+    16: "hidden_size d_model n_embd embedding_size word_embed_proj_dim dim attention_hidden_size lru_width "
+    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size context_length image_size",
+    32: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim intermediate_size_mlp "
+    "ffn_hidden_size",
+    37: "vocab_size vocab_size_per_layer_input",
+    40: "max_position_embeddings n_positions",
+}
+SMALL = {"use_cache": False} | {name: size for size, names in SIZES.items() for name in names.split()}
+TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+def smaller(config):
+    """Other values for a config, or a part of one."""
+    usual = config.to_dict()
+    found = {k: v for k, v in SMALL.items() if k in usual and not isinstance(usual[k], (list, tuple, dict))}
+    if "qk_rope_head_dim" in usual:
+        found.pop("head_dim", None)  # follows from the others
+    if type(config).__name__ == "DiffLlamaConfig":
+        found["num_key_value_heads"] = 2  # its values are split in two
+    found |= {k: 0.0 for k, v in usual.items() if "drop" in k and isinstance(v, float)}
+    found |= {k: None for k in ("layer_types", "mlp_layer_types") if usual.get(k)}  # follows from the number of layers
+    return found | {k: v for k, v in TOKEN_IDS.items() if usual.get(k) is not None}
+
+
+def still(model):
+    """Train mode without dropout: one pass and the loop draw nothing."""
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in key or (key == "p" and "Drop" in type(module).__name__)):
+                setattr(module, key, 0.0)
+    return model.train()
+
+
+def of_transformers(kind, task):
+    """A small model of this type, with one batch and its logits' function."""
+    import torch
+    import transformers
+
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    head = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")[kind]
+    usual = transformers.AutoConfig.for_model(kind)
+    changes = smaller(usual)
+    for part in ("text_config", "vision_config", "audio_config", "encoder", "decoder"):
+        if hasattr(getattr(usual, part, None), "to_dict"):
+            changes[part] = smaller(getattr(usual, part))
+    config = transformers.AutoConfig.for_model(kind, **changes)
+    model = getattr(transformers, head[0] if isinstance(head, (tuple, list)) else head)(config)
+    if task == "IMAGE_CLASSIFICATION":
+        side = getattr(config, "image_size", 16)
+        sides = side if isinstance(side, (tuple, list)) else (side, side)
+        batch = torch.randn(SAMPLES, getattr(config, "num_channels", 3), *sides, dtype=torch.float64)
+        return model, batch, lambda x: model(x).logits
+    ids = torch.randint(3, config.get_text_config().vocab_size, (SAMPLES, TOKENS))
+    if config.is_encoder_decoder:
+        return model, ids, lambda x: model(input_ids=x, decoder_input_ids=x.flip(1)).logits
+    return model, ids, lambda x: model(input_ids=x).logits
+
+
+def of_timm(family):
+    """The smallest model of a family, at `SIDE` pixels where it takes that."""
+    import timm
+    import torch
+
+    def made(name, **options):
+        return timm.create_model(name, num_classes=5, **options)
+
+    sizes = {}
+    for name in timm.list_models(module=family):
+        try:
+            with torch.device("meta"):
+                sizes[name] = sum(p.numel() for p in made(name).parameters())
+        except Exception:  # some cannot be made without memory
+            continue
+    name = min(sizes, key=sizes.get)
+    try:
+        model = made(name, img_size=SIDE)
+    except TypeError:
+        model = made(name)
+    wanted = model.pretrained_cfg["input_size"]
+    for side in (SIDE, 96, wanted[-1]):
+        batch = torch.randn(SAMPLES, wanted[0], side, side)
+        try:
+            model.eval()(batch[:1])
+        except Exception:  # too small for it
+            if side == wanted[-1]:
+                raise
+            continue
+        return model, batch.double(), lambda x: model(x)
+    raise AssertionError
+
+
+def far(got, want, least):
+    """The largest difference over the largest value, or over `least` where all should vanish."""
+    scale = max(float(want.abs().max()), least, 1e-300)
+    return float((got.double() - want).abs().max()) / scale
+
+
+def look(library, name, task):
+    """One model's row."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, batch, forward = of_timm(name) if library == "timm" else of_transformers(name, task)
+    row = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    if row["parameters"] > MOST:
+        return row | {"outcome": "left out", "why": f"{row['parameters']:,} parameters: its config was not made small"}
+    model = still(model)
+    experts = any("Experts" in type(m).__name__ for m in model.modules())
+    together = None
+    if experts:
+        try:
+            together = hold(model, batch, forward, torch.float32)
+        except Exception as error:
+            together = {"outcome": "left out", "why": f"{type(error).__name__}: {error}"}
+        model.set_experts_implementation("eager")
+    row |= hold(model, batch, forward, torch.float64)
+    return row | ({"experts_by_default": together} if experts else {})
+
+
+def hold(model, batch, forward, dtype):
+    """Hold one pass against the loop, in this precision."""
+    import torch
+
+    from invariant_adam.one_pass import UnsupportedUse, one_pass
+
+    model = model.to(dtype)
+    model.zero_grad()
+    if batch.is_floating_point():
+        batch = batch.to(dtype)
+
+    def loss(x):
+        out = forward(x)
+        return (out[0] if isinstance(out, (tuple, list)) else out).flatten(1).sin().sum(1).mean()
+
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+    start = {n: b.clone() for n, b in model.named_buffers()}
+    means, squares = {}, {}
+    for part in batch.split(MICRO):
+        grads = torch.autograd.grad(loss(part), list(named.values()), allow_unused=True)
+        for n, g in zip(named, grads, strict=True):
+            if g is not None:
+                g, share = g.double(), len(part) / SAMPLES
+                means[n], squares[n] = means.get(n, 0) + share * g, squares.get(n, 0) + share * g.square()
+    if not all(bool(t.isfinite().all()) for t in means.values()):
+        return {"outcome": "left out", "why": "its own gradients are not finite"}
+    for n, b in model.named_buffers():
+        b.copy_(start[n])
+    try:
+        with one_pass(model, MICRO):
+            loss(batch).backward()
+    except UnsupportedUse as error:
+        return {"outcome": "refused", "why": str(error)}
+    least = 1e-4 * max(float(g.abs().max()) for g in means.values())
+    error = 0.0
+    for n, p in named.items():
+        if n in means:
+            error = max(error, far(p.grad, means[n], least), far(p.grad_sq, squares[n], least**2))
+            del p.grad_sq, p.grad_kappa
+    limit = LIMITS[str(dtype).removeprefix("torch.")]
+    return {"outcome": "exact" if error <= limit else "wrong", "error": float(f"{error:.2g}")}
+
+
+def find_timm():
+    """Import a timm that was installed beside this torch."""
+    sys.path.insert(0, str(HERE / "tests"))
+    import zoo
+
+    return zoo.zoo_module("timm")
+
+
+def child(library, name, task):
+    """`look` for another process, which reads the last line."""
+    if library == "timm":
+        find_timm()
+    try:
+        row = look(library, name, task)
+    except Exception as error:
+        row = {"outcome": "left out", "why": f"{type(error).__name__}: {error}"}
+    for each in (row, row.get("experts_by_default", {})):
+        if "why" in each:
+            each["why"] = " ".join(each["why"].split())[:400]
+    print(json.dumps(row))
+
+
+def every():
+    """All that there is to look at: library, name and task."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    tasks = {}
+    for task in TASKS:
+        for kind in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES"):
+            tasks.setdefault(kind, task)
+    yield from (("transformers", kind, task) for kind, task in sorted(tasks.items()))
+    yield from (("timm", family, "IMAGE_CLASSIFICATION") for family in sorted(find_timm().list_modules()))
+
+
+def run(case, limit):
+    """One model's row, from a process of its own."""
+    line = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(case)]
+    try:
+        done = subprocess.run(line, cwd=HERE, capture_output=True, text=True, timeout=limit)
+        return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"outcome": "left out", "why": f"took more than {limit} s"}
+    except (IndexError, ValueError):
+        return {"outcome": "left out", "why": f"its process ended with status {done.returncode}"}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/coverage.json"), help="results, a row at a time")
+    parser.add_argument("--only", help="some models, with commas, such as transformers:llama,timm:resnet")
+    parser.add_argument("--at-once", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for one model (default: %(default)s)")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    warnings.simplefilter("ignore")
+    if options.child:
+        child(*json.loads(options.child))
+        return
+    import torch
+
+    from invariant_adam_lab import record
+
+    cases = list(every())
+    if options.only:
+        wanted = set(options.only.split(","))
+        unknown = wanted - {f"{library}:{name}" for library, name, *_ in cases}
+        if unknown:
+            parser.error(f"--only names {', '.join(sorted(unknown))}: write transformers:MODEL_TYPE or timm:FAMILY")
+        cases = [case for case in cases if f"{case[0]}:{case[1]}" in wanted]
+    rows = record.Rows(options.out, "python benchmarks/coverage.py", "coverage", torch.device("cpu"))
+    settings = [dict(zip(("library", "name", "task"), case, strict=True)) for case in cases]
+    todo = [(case, how) for case, how in zip(cases, settings, strict=True) if not rows.has(how)]
+    begun = time.monotonic()
+    with ThreadPoolExecutor(options.at_once) as pool:
+        running = {pool.submit(run, case, options.limit): (case, how) for case, how in todo}
+        for i, done in enumerate(as_completed(running), 1):
+            (library, name, _), how = running[done]
+            row = rows.add(how, done.result())
+            left = (time.monotonic() - begun) / i * (len(todo) - i) / 60
+            print(f"[{i}/{len(todo)}, {left:.0f} min left] {library}:{name}: {row['outcome']}", flush=True)
+    print(dict(Counter(f"{row['library']} {row['outcome']}" for row in rows.rows)))
+
+
+if __name__ == "__main__":
+    main()
