@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -35,39 +34,50 @@ HERE = Path(__file__).resolve().parent.parent
 SAMPLES, MICRO, TOKENS, SIDE = 6, 3, 7, 64
 LIMITS = {"float64": 1e-5, "float32": 1e-3}
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
-MOST = 40_000_000  # parameters, of what counts as small
+MOST = 40_000_000  # parameters of a type of transformers that counts as small
 # A config's sizes; of each model those that its config has.
 SIZES = {
     1: "num_key_value_heads num_kv_heads n_group topk_group first_k_dense_replace",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
     "encoder_attention_heads decoder_attention_heads n_head n_heads num_attention_heads num_heads num_experts_per_tok "
-    "moe_topk moe_top_k top_k_experts moe_k num_selected_experts linear_num_key_heads linear_num_value_heads",
+    "moe_topk moe_top_k top_k_experts moe_k num_experts_per_token num_selected_experts linear_num_key_heads "
+    "linear_num_value_heads",
     4: "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads qk_rope_head_dim qk_nope_head_dim "
-    "rotary_dim state_size mamba_d_state sliding_window patch_size",
+    "rotary_dim state_size mamba_d_state sliding_window",
     5: "num_labels",
     8: "head_dim d_kv v_head_dim linear_key_head_dim linear_value_head_dim head_size kv_channels q_lora_rank "
     "kv_lora_rank mamba_d_head attention_window_size hidden_size_per_layer_input",
     16: "hidden_size d_model n_embd embedding_size word_embed_proj_dim dim attention_hidden_size lru_width "
-    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size context_length image_size",
+    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size context_length emb_dim "
+    "entity_emb_size",
     32: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim intermediate_size_mlp "
     "ffn_hidden_size",
-    37: "vocab_size vocab_size_per_layer_input",
+    37: "vocab_size vocab_size_per_layer_input n_words entity_vocab_size",
     40: "max_position_embeddings n_positions",
 }
 SMALL = {"use_cache": False} | {name: size for size, names in SIZES.items() for name in names.split()}
+PICTURES = (  # tried one after the other: windows and strides do not fit every size
+    {"image_size": 32, "patch_size": 4}, {"image_size": 64, "patch_size": 8}, {"image_size": 64}, {},
+)  # fmt: skip
+OWN = {  # what a model type asks for besides
+    "bit": {"num_groups": 8},
+    "codegen": {"n_head": 4},
+    "diffllama": {"num_key_value_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"num_heads": 4, "n_groups": 1},
+}
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
-def smaller(config):
-    """Other values for a config, or a part of one."""
+def smaller(config, sides):
+    """Other values for a config, or a part of one; `sides` are those of pictures and their patches."""
     usual = config.to_dict()
     found = {k: v for k, v in SMALL.items() if k in usual and not isinstance(usual[k], (list, tuple, dict))}
     if "qk_rope_head_dim" in usual:
         found.pop("head_dim", None)  # follows from the others
-    if type(config).__name__ == "DiffLlamaConfig":
-        found["num_key_value_heads"] = 2  # its values are split in two
     found |= {k: 0.0 for k, v in usual.items() if "drop" in k and isinstance(v, float)}
-    found |= {k: None for k in ("layer_types", "mlp_layer_types") if usual.get(k)}  # follows from the number of layers
+    found |= {k: [usual[k][0], usual[k][-1]] for k in ("layer_types", "mlp_layer_types") if usual.get(k)}
+    found |= {k: v for k, v in sides.items() if k in usual} | OWN.get(config.model_type, {})
     return found | {k: v for k, v in TOKEN_IDS.items() if usual.get(k) is not None}
 
 
@@ -87,18 +97,32 @@ def of_transformers(kind, task):
 
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     head = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")[kind]
+    made = getattr(transformers, head[0] if isinstance(head, (tuple, list)) else head)
     usual = transformers.AutoConfig.for_model(kind)
-    changes = smaller(usual)
-    for part in ("text_config", "vision_config", "audio_config", "encoder", "decoder"):
-        if hasattr(getattr(usual, part, None), "to_dict"):
-            changes[part] = smaller(getattr(usual, part))
-    config = transformers.AutoConfig.for_model(kind, **changes)
-    model = getattr(transformers, head[0] if isinstance(head, (tuple, list)) else head)(config)
-    if task == "IMAGE_CLASSIFICATION":
-        side = getattr(config, "image_size", 16)
-        sides = side if isinstance(side, (tuple, list)) else (side, side)
-        batch = torch.randn(SAMPLES, getattr(config, "num_channels", 3), *sides, dtype=torch.float64)
-        return model, batch, lambda x: model(x).logits
+    pictures = task == "IMAGE_CLASSIFICATION"
+    for sides in PICTURES if pictures else ({},):
+        changes = smaller(usual, sides)
+        for part in ("text_config", "vision_config", "audio_config", "encoder", "decoder"):
+            if hasattr(getattr(usual, part, None), "to_dict"):
+                changes[part] = smaller(getattr(usual, part), sides)
+        try:
+            config = transformers.AutoConfig.for_model(kind, **changes)
+            with torch.device("meta"):
+                count = sum(p.numel() for p in made(config).parameters())
+            if count > MOST:
+                raise ValueError(f"{count:,} parameters: its config was not made small")
+            model = made(config)
+            if not pictures:
+                break
+            seen = config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
+            side = getattr(seen, "image_size", SIDE)
+            side = side if isinstance(side, (tuple, list)) else (side, side)
+            batch = torch.randn(SAMPLES, getattr(seen, "num_channels", 3), *side, dtype=torch.float64)
+            model.eval()(batch[:1].float())
+            return model, batch, lambda x, model=model: model(x).logits
+        except Exception:
+            if sides == PICTURES[-1] or not pictures:
+                raise
     ids = torch.randint(3, config.get_text_config().vocab_size, (SAMPLES, TOKENS))
     if config.is_encoder_decoder:
         return model, ids, lambda x: model(input_ids=x, decoder_input_ids=x.flip(1)).logits
@@ -152,8 +176,6 @@ def look(library, name, task):
     torch.manual_seed(0)
     model, batch, forward = of_timm(name) if library == "timm" else of_transformers(name, task)
     row = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
-    if row["parameters"] > MOST:
-        return row | {"outcome": "left out", "why": f"{row['parameters']:,} parameters: its config was not made small"}
     model = still(model)
     experts = any("Experts" in type(m).__name__ for m in model.modules())
     together = None
@@ -184,13 +206,15 @@ def hold(model, batch, forward, dtype):
 
     named = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
     start = {n: b.clone() for n, b in model.named_buffers()}
-    means, squares = {}, {}
+    means, squares, before = {}, {}, torch.get_rng_state()
     for part in batch.split(MICRO):
         grads = torch.autograd.grad(loss(part), list(named.values()), allow_unused=True)
         for n, g in zip(named, grads, strict=True):
             if g is not None:
                 g, share = g.double(), len(part) / SAMPLES
                 means[n], squares[n] = means.get(n, 0) + share * g, squares.get(n, 0) + share * g.square()
+    if not torch.equal(before, torch.get_rng_state()):
+        return {"outcome": "left out", "why": "it draws random numbers, and the loop others"}
     if not all(bool(t.isfinite().all()) for t in means.values()):
         return {"outcome": "left out", "why": "its own gradients are not finite"}
     for n, b in model.named_buffers():
@@ -218,18 +242,26 @@ def find_timm():
     return zoo.zoo_module("timm")
 
 
-def child(library, name, task):
-    """`look` for another process, which reads the last line."""
-    if library == "timm":
-        find_timm()
+def child(case, answer):
+    """`look` for another process, which gets the row."""
+    quiet()
+    library, name, task = case
     try:
+        if library == "timm":
+            find_timm()
         row = look(library, name, task)
     except Exception as error:
         row = {"outcome": "left out", "why": f"{type(error).__name__}: {error}"}
     for each in (row, row.get("experts_by_default", {})):
         if "why" in each:
             each["why"] = " ".join(each["why"].split())[:400]
-    print(json.dumps(row))
+    answer.send(row)
+
+
+def quiet():
+    """Leave out what libraries say of themselves."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    warnings.simplefilter("ignore")
 
 
 def every():
@@ -243,16 +275,26 @@ def every():
     yield from (("timm", family, "IMAGE_CLASSIFICATION") for family in sorted(find_timm().list_modules()))
 
 
+PROCESSES = multiprocessing.get_context("forkserver")  # which has imported the libraries
+PROCESSES.set_forkserver_preload(["torch", "transformers", "invariant_adam.one_pass"])
+
+
 def run(case, limit):
     """One model's row, from a process of its own."""
-    line = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(case)]
+    here, there = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=child, args=(case, there), daemon=True)
+    process.start()
+    there.close()
     try:
-        done = subprocess.run(line, cwd=HERE, capture_output=True, text=True, timeout=limit)
-        return json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
+        if here.poll(limit):
+            return here.recv()
         return {"outcome": "left out", "why": f"took more than {limit} s"}
-    except (IndexError, ValueError):
-        return {"outcome": "left out", "why": f"its process ended with status {done.returncode}"}
+    except EOFError:
+        process.join()
+        return {"outcome": "left out", "why": f"its process ended with status {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
 
 
 def main():
@@ -260,14 +302,9 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/coverage.json"), help="results, a row at a time")
     parser.add_argument("--only", help="some models, with commas, such as transformers:llama,timm:resnet")
     parser.add_argument("--at-once", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--limit", type=int, default=240, help="seconds for one model (default: %(default)s)")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=int, default=120, help="seconds for one model (default: %(default)s)")
     options = parser.parse_args()
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    warnings.simplefilter("ignore")
-    if options.child:
-        child(*json.loads(options.child))
-        return
+    quiet()
     import torch
 
     from invariant_adam_lab import record
@@ -280,7 +317,10 @@ def main():
             parser.error(f"--only names {', '.join(sorted(unknown))}: write transformers:MODEL_TYPE or timm:FAMILY")
         cases = [case for case in cases if f"{case[0]}:{case[1]}" in wanted]
     rows = record.Rows(options.out, "python benchmarks/coverage.py", "coverage", torch.device("cpu"))
-    settings = [dict(zip(("library", "name", "task"), case, strict=True)) for case in cases]
+    settings = [
+        dict(zip(("library", "name", "task"), case, strict=True)) | {"version": record.version(case[0])}
+        for case in cases
+    ]
     todo = [(case, how) for case, how in zip(cases, settings, strict=True) if not rows.has(how)]
     begun = time.monotonic()
     with ThreadPoolExecutor(options.at_once) as pool:

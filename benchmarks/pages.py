@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+import coverage_page
 import models_page
 
 from invariant_adam_lab.grids import cost
@@ -66,14 +67,13 @@ def headline_rows():
     result = load("demo")
     spread, sizes = result["spread"], result["settings"]["batch_sizes"]
     floor = result["order_floor"]
-    beside = (
-        "about" if 0.5 < spread["invariant"] / floor < 2 else "less than" if spread["invariant"] < floor else "beside"
-    )
+    over = spread["invariant"] / floor
+    beside = "about as much as" if 0.5 < over < 2 else "less than" if over < 1 else "more than"
     yield from prose(
         f"*A small CNN on handwritten digits at batch sizes {sizes[0]} to {sizes[-1]}: same samples, same order. The "
         f"curves of standard Adam spread by {spread['standard']:.2f} in log loss, those of invariant Adam by "
-        f"{spread['invariant']:.4f}: {result['ratio']:.0f} times less, and {beside} what another order of the samples "
-        f"alone does ({floor:.4f}). `make demo` makes the figure in a minute or two on two cores.*"
+        f"{spread['invariant']:.4f}: {result['ratio']:.0f} times less, and {beside} reordering the samples "
+        f"does ({floor:.4f}). `make demo` makes the figure in a minute or two on two cores.*"
     )
 
 
@@ -161,7 +161,8 @@ def speed_line():
                 row = next((r for r in same if not (r.get("mode") or r.get("beside"))), row)
                 said.append(f"{row['ratio']:.2f} ({what(row)})")
         yield from prose(
-            f"The time of an update in one pass over that of fused AdamW, on an {result['device']}: {', '.join(said)}. "
+            f"Time of an update in one pass, divided by that of fused AdamW, on an {result['device']}: "
+            f"{', '.join(said)}. "
             "[Speed](docs/speed.md) has unmodified models of timm and transformers, and what limits small ones."
         )
 
@@ -528,9 +529,9 @@ def matched_rows():
         cells[curves.rate(lr0), False] = lab_speed.at_loss(found, model, ours, lr0)
         cells[curves.rate(lr0), True] = lab_speed.at_loss(found, model, grown, lr0) if sizes[0] == sizes[1] else ""
     yield from prose(
-        "How many times closer together the training curves of different batch sizes lie than those of standard Adam "
-        "with lr ∝ √B, where both reach the same final loss (10 epochs; below 1 standard Adam's are closer). Not "
-        "reached: standard Adam ended with a higher loss at every lr tried at all these batch sizes."
+        "Spread over batch sizes of standard Adam (lr ∝ √B), divided by that of invariant Adam, at equal final loss "
+        "(10 epochs). Below 1 standard Adam's curves are closer. Not reached: at all these batch sizes, standard "
+        "Adam's loss was higher at every lr tried."
     )
     yield ""
     yield "| lr at the largest batch size | " + " | ".join(shown) + " |"
@@ -707,6 +708,11 @@ PAGES = {
     "docs/scale_up.md": {"answer": scale_up_lines, "scale-up": scale_up_rows, "models": scale_up_model_rows},
     "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
+    "docs/models.md": {
+        "counts": lambda: coverage_page.count_rows(load, source),
+        "refused": lambda: coverage_page.refused_rows(load),
+        "exact": lambda: coverage_page.exact_rows(load, prose),
+    },
     "docs/diagnostics.md": {"noise": noise_rows, "calibration": noise_line},
     "docs/kernel_tables.md": {"gemm": gemm_rows, "counters": counter_rows, "conv": conv_rows},
     "docs/distributed_results.md": {

@@ -96,6 +96,8 @@ class NoiseScale:
 
     def advice(self) -> str:
         """Say in words what the noise scale means for the batch size."""
+        if not self.noise and not self.signal:
+            return "The moments are zero: no update has been made, or no gradient has come yet."
         if not math.isfinite(self.batch):
             return (
                 "No signal shows above the noise: the noise scale is larger than what these averages can tell. A "
@@ -185,8 +187,8 @@ def _read(moments: Moments, params: list[Tensor], samples: int) -> Reading:
         left.append(1.0 if fresh else state["noise"] / (1 - state["debias1"]) ** 2)
         if not fresh and not left[-1] < 1 - 1e-9:
             raise RuntimeError(
-                "noise_scale() needs the first moment to average at least two micro-batches, which cannot be at "
-                "beta1 = 0 with one micro-batch per update; make more of them, or raise beta1"
+                "noise_scale() needs at least two micro-batches in the first moment; call it after more updates (at "
+                "beta1 = 0 after one of several micro-batches)"
             )
         m, v = state["exp_avg"], state["exp_avg_sq"]
         groups: tuple[Any, ...] = ()

@@ -66,7 +66,7 @@ def plan(tuned: TunedRun, batches: Sequence[int] = (), *, rule: str = "exponenti
 
     Args:
         tuned: the run.
-        batches: in samples, multiples of the micro-batch; none: one to 32 times the tuned one.
+        batches: in samples, multiples of the micro-batch; none: one to 32 times the tuned one, as far as the rule goes.
         rule: as in `scaling.scale`.
         grow: whether the first updates grow (`BatchGrowth`).
 
@@ -75,7 +75,9 @@ def plan(tuned: TunedRun, batches: Sequence[int] = (), *, rule: str = "exponenti
     [(1, 1954, 0, 0.1), (4, 509, 20, 0.344)]
     """
     M = _check(tuned)
-    batches = batches or [tuned.batch * 2**i for i in range(6)]
+    if not batches:
+        most = max(1 - beta for beta in tuned.betas) if rule in ("linear", "square_root") else 0.0
+        batches = [tuned.batch * 2**i for i in range(6) if not i or 2**i * most < 1]
     rows = [_row(tuned, M, batch, rule, grow) for batch in sorted(set(batches))]
     p = Plan(tuned._replace(micro_batch=M), rule, rows, [], [])
     p.warnings.extend(_warnings(p))
@@ -92,6 +94,8 @@ def _check(tuned: TunedRun) -> int:
     for name, rate in (("--samples-per-second", tuned.samples_per_second), ("--noise-scale", tuned.noise_scale)):
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"{name} must be a finite number above 0, got {rate:g}")
+    if tuned.samples is not None and tuned.samples < tuned.batch:
+        raise ValueError(f"--samples must be at least the {tuned.batch} of one update (--from), got {tuned.samples}")
     if tuned.warmup is not None and tuned.warmup < 0:
         raise ValueError(f"--warmup must be at least 0 samples, got {tuned.warmup}")
     return M

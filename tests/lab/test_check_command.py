@@ -36,6 +36,10 @@ def short():
 
 def wrong():
     return 3
+
+
+def asks(lr):
+    return good()
 """
 
 
@@ -70,6 +74,7 @@ def test_a_run_that_is_not_ends_with_1_and_names_the_cause(check):
         (["no_run:good"], "there is no module 'no_run'"),
         (["my_run:none"], "has no function 'none'"),
         (["my_run:wrong"], "must return a dict"),
+        (["my_run:asks"], "my_run:asks must take no arguments: missing a required argument: 'lr'"),
         (["my_run:short"], "gives no batch_sizes, lr"),
         (["my_run:good", "--lr", "-1"], "lr must be a finite number above 0"),
         (["my_run:good", "--plot", "no/check.png"], "there is no folder no"),

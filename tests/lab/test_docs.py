@@ -58,7 +58,13 @@ def test_the_claims_of_the_pages_about_kernels_and_steps_hold_in_the_results():
     totals = {row["model"]: row["ratio"] for row in result("conv_square_h200")["rows"] if "all_plain_ms" in row}
     assert f"ResNet-18 together take {totals['resnet18']:.2f} times" in said("kernels.md")
     assert f"ResNet-50 {totals['resnet50']:.2f} times" in said("kernels.md")
-    assert "cost what they cost with AdamW, within 3 %" in said("speed.md")
+    assert "**Compiled transformers** of ours cost within 3 % of AdamW" in said("speed.md")
+    theirs = [
+        row["ratio"]
+        for row in result("models_h200")["rows"]
+        if row["method"] == "one-pass" and row["compiled"] and row["model"].startswith(("hf:", "timm:vit"))
+    ]
+    assert f"those of timm and transformers above, {min(theirs):.2f} to {max(theirs):.2f}" in said("speed.md")
     for row in result("one_pass_h200")["rows"]:
         if row["method"] in ("one-pass", "into") and row["compiled"] and row["model"].startswith(("gpt", "vit")):
             assert row["ratio"] < 1.035
@@ -573,7 +579,7 @@ def test_the_speed_page_says_what_models_as_people_bring_them_cost():
     eager = [row for row in new if not (row["compiled"] or row["graph"] or row.get("beside"))]
     assert {row["model"] for row in eager} >= {"resnet18", "resnet50", "timm:convnext_tiny", "timm:efficientnet_b0"}
     costs = sorted(more(row) for row in eager)
-    assert f"{costs[0]:.0f} to {costs[-1]:.0f} µs of the host more for each layer" in page
+    assert f"The host needs {costs[0]:.0f} to {costs[-1]:.0f} µs more per layer" in page
     waiting = sorted(row["ratio"] for row in eager if row["where"]["host_ms"] > row["where"]["kernels_ms"])
     assert f"they take {waiting[0]:.2f} to {waiting[-1]:.2f} of plain's time" in page
     (vit,) = (row for row in new if row.get("mode") == "reduce-overhead" and row["model"].startswith("timm"))
@@ -584,11 +590,11 @@ def test_the_speed_page_says_what_models_as_people_bring_them_cost():
     peaks = sorted(
         row["first_gib"] / max(row["plain_peak_gib"], row["plain_first_gib"]) for row in new if not row["graph"]
     )
-    assert f"at most {peaks[-1]:.2f} times the peak of plain AdamW's first updates" in page
+    assert f"at most {peaks[-1]:.2f} times the peak that plain AdamW has in any update" in page
     (cold,) = (row for row in new if row["model"] == "resnet50")
     assert f"ResNet-50's took {cold['first_s']:.0f} s with empty caches" in page
     warm = sorted(row["first_s"] for row in eager if row is not cold)
-    assert f"the other eager ones {warm[0]:.0f} to {warm[-1]:.0f} s" in page
+    assert f"the other eager ones that ran alone took {warm[0]:.0f} to {warm[-1]:.0f} s" in page
 
 
 def test_where_the_page_about_the_paper_disagrees(lab_results):
@@ -681,6 +687,17 @@ def test_the_claims_of_the_results_page_about_the_best_learning_rates_hold(lab_r
     assert all(points("gpt", size, 8) > 0.005 for size in (128, 256))
     assert all(behind("resnet-bn", size, 25, "train_loss") < 0 for size in (25, 100, 400, 800))
     assert all(points("resnet-bn", size, 25) < 0 for size in (400, 800))
+
+    def ahead(model, size):
+        """By how many points of test accuracy invariant Adam is ahead that has grown in."""
+        rows = [r for r in best(lab_results, model, "test_accuracy") if r.batch_size == size]
+        (grown,) = (r.value for r in rows if r.series.grow)
+        (standard,) = (r.value for r in rows if r.series.algorithm == "standard")
+        return round(100 * (grown - standard), 1)
+
+    assert [ahead("resnet-ln", size) for size in (400, 800)] == [3.4, 1.7]  # on the page and in "When not to use it"
+    assert [ahead("gpt", size) for size in (128, 256)] == [9.6, 5.3]
+    assert abs(ahead("vit", 400)) < 0.5
 
 
 def test_the_claims_of_the_distributed_page_hold_in_the_results():

@@ -167,3 +167,14 @@ def test_a_file_that_says_something_else(tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=text.replace("'", ".")):
             read_config(path)
+
+
+def test_default_batch_sizes_are_those_that_the_rule_allows():
+    tuned = TunedRun(3e-4, (0.9, 0.95), batch=64)
+    assert [row.batch for row in plan(tuned, rule="linear").rows] == [64, 128, 256, 512]
+    assert [row.batch for row in plan(tuned).rows][-1] == 2048
+
+
+def test_a_run_shorter_than_an_update_is_refused():
+    with pytest.raises(ValueError, match="--samples must be at least the 512 of one update"):
+        plan(TunedRun(3e-4, (0.9, 0.95), batch=512, samples=10))

@@ -241,6 +241,7 @@ def test_bad_input_is_named_with_its_remedy(words, said, tmp_path, monkeypatch):
     assert shown.exit_code == 2
     assert said in shown.stderr
     assert "Traceback" not in shown.output
+    assert shown.stderr.count("error:") == 1
     assert not list(tmp_path.rglob("*.json"))
 
 

@@ -55,17 +55,6 @@ def test_compiled(M: int) -> None:
     assert_exact(model, batch_of(), loss, M, run=torch.compile(model, fullgraph=True, backend="aot_eager"))
 
 
-def test_the_forward_is_the_models_own_under_autocast(device: str) -> None:
-    model, (x,) = Experts().float().to(device), batch_of(torch.float32)
-    with torch.autocast(device, torch.bfloat16):
-        plain = model(x.to(device))
-        with one_pass(model, 3):
-            out = model(x.to(device))
-            assert out.dtype == plain.dtype == torch.bfloat16
-            assert torch.equal(out, plain)
-            out.float().mean().backward()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 3, 5])
 def test_on_the_gpu_in_bfloat16(M: int) -> None:
@@ -120,6 +109,77 @@ def test_rows_that_are_not_whole_samples_are_refused() -> None:
 def test_as_many_experts_as_samples() -> None:
     """(E, B·T, d) has a multiple of B in two dimensions; a parameter's first is its experts'."""
     assert_exact(Experts(E=B), batch_of(), loss, 3)
+
+
+class Gates(nn.Module):
+    """A block-diagonal layer for each head, as in RecurrentGemma: one product for all of them, with a bias."""
+
+    def __init__(self, heads: int = 2, uses: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.heads, self.uses = nn.Linear(D, heads * D), heads, uses
+        self.w, self.b = nn.Parameter(torch.randn(heads, D, D)), nn.Parameter(torch.randn(heads, D))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.inp(x).reshape(-1, self.heads, D).permute(1, 0, 2)
+        for _ in range(self.uses):
+            rows = torch.baddbmm(self.b[:, None, :], rows, self.w).tanh()
+        return rows.permute(1, 0, 2).reshape(len(x), -1)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("heads", [2, B])
+@pytest.mark.parametrize("M", [1, 3, 5, 12])
+def test_with_a_bias(M: int, heads: int, uses: int) -> None:
+    assert_exact(Gates(heads, uses), batch_of(), loss, M)
+
+
+@pytest.mark.parametrize("name", ["w", "b"])
+def test_with_a_bias_one_of_them_frozen(name: str) -> None:
+    model = Gates()
+    getattr(model, name).requires_grad_(False)
+    assert_exact(model, batch_of(), loss, 3)
+
+
+@pytest.mark.parametrize("kind", [Experts, Gates])
+def test_the_forward_is_the_models_own_under_autocast(kind, device: str) -> None:
+    torch.manual_seed(0)
+    model, (x,) = kind().float().to(device), batch_of(torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        plain = model(x.to(device))
+        with one_pass(model, 3):
+            out = model(x.to(device))
+            assert out.dtype == plain.dtype == torch.bfloat16
+            assert torch.equal(out, plain)
+            out.float().mean().backward()
+
+
+class Shared(Experts):
+    """One weight, twice, by a view that turns it or that is all of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.inp(x).flatten(0, 1).repeat(self.E, 1).view(self.E, -1, D)
+        rows = torch.bmm(torch.bmm(rows, self.up.mT).tanh(), self.up[:, :, :])
+        return rows.sum(0).view(len(x), -1)
+
+
+def test_views_of_a_shared_weight_of_twice_as_many_experts_as_samples() -> None:
+    model = Shared(E=2 * B)
+    model.down.requires_grad_(False)
+    assert_exact(model, batch_of(), loss, 3)
+
+
+def test_a_product_in_the_loss_is_refused() -> None:
+    """No check has looked at it: here the rows lie in another order."""
+    model = Experts()
+    model.forward = model.inp.forward  # type: ignore[method-assign]
+
+    def late(rows: Tensor) -> Tensor:
+        return torch.bmm(rows.transpose(0, 1).flatten(0, 1).expand(E, -1, -1), model.up).sum()
+
+    with pytest.raises(UnsupportedUse, match="up goes through bmm"), one_pass(model, 3):
+        late(model(*batch_of()))
 
 
 class Attention(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from loop_oracle import assert_exact
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from invariant_adam.one_pass import UnsupportedUse, one_pass
 
@@ -64,6 +65,18 @@ def by_a_copy(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
     return m.last(out)
 
 
+def over_others(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    """Rows that were picked otherwise, and are written over."""
+    out = rows.flip(0)[torch.arange(len(rows))]
+    out.copy_(rows)
+    return m.last(out)
+
+
+def by_aten(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+    """A slice whose bounds are not given."""
+    return m.last(torch.ops.aten.slice.Tensor(rows, 0, None, None))
+
+
 def loss(model: nn.Module, batch: tuple) -> Tensor:
     return model(*batch).sin().sum(1).mean()
 
@@ -78,7 +91,7 @@ def destinations(which: str) -> Tensor:
 
 @pytest.mark.parametrize("M", [1, 3, 5])  # 5 leaves a ragged one
 @pytest.mark.parametrize("which", ["spread", "one without tokens"])
-@pytest.mark.parametrize("apply", [by_split, by_slices, by_columns, by_a_copy])
+@pytest.mark.parametrize("apply", [by_split, by_slices, by_columns, by_a_copy, over_others, by_aten])
 def test_equals_the_loop(apply: Apply, which: str, M: int) -> None:
     torch.manual_seed(1)
     batch = torch.randn(B, T, D, dtype=torch.float64), destinations(which)
@@ -117,3 +130,94 @@ def test_a_concatenation_with_rows_of_unknown_place_is_refused() -> None:
     batch = torch.randn(B, T, D, dtype=torch.float64), destinations("spread")
     with pytest.raises(UnsupportedUse), one_pass(Sorted(stacked), 3) as context:
         context.model(*batch).mean().backward()
+
+
+class Compiled(nn.Module):
+    """Sorted rows, which meet a layer and biases picked by expert."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.b = nn.Parameter(torch.randn(E, D)) if biased else None
+        self.double()
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        to, order = to.flatten().sort(stable=True)
+        rows = self.inp(x).flatten(0, 1)[order]
+        rows = self.last(rows) if self.b is None else rows + self.b[to]
+        return rows.tanh()[order.argsort()].view(len(x), -1)
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of itself while tracing
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_compiled_graph_does_not_take_picked_rows_for_rows_in_order(biased: bool) -> None:
+    """The check has followed them in the model as it is written; a trace cannot, and leaves them to the eager model."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    batch, model = (torch.randn(B, T, D, dtype=torch.float64), destinations("spread")), Compiled(biased)
+    assert_exact(model, batch, loss, 3, run=torch.compile(model, backend="aot_eager"))
+    torch._dynamo.reset()
+    model = Compiled(biased)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="whose places a compiled graph does not tell"), one_pass(whole, 3):
+        whole(*batch)
+
+
+@pytest.mark.filterwarnings("default")
+def test_rows_that_come_out_of_a_graph_are_refused() -> None:
+    """A function that is compiled by itself picks the rows."""
+    torch._dynamo.reset()
+    model = Compiled(False)
+    pick = torch.compile(lambda x, order: x.flatten(0, 1)[order], backend="aot_eager")
+
+    def forward(x: Tensor, to: Tensor) -> Tensor:
+        order = to.flatten().argsort()
+        return model.last(pick(model.inp(x), order))[order.argsort()].view(len(x), -1)
+
+    model.forward = forward  # type: ignore[method-assign]
+    batch = torch.randn(B, T, D, dtype=torch.float64), destinations("spread")
+    with pytest.raises(UnsupportedUse, match=r"last.weight.* whose places a compiled graph"), one_pass(model, 3):
+        model(*batch)
+
+
+class Checkpointed(Sorted):
+    """All of it in a checkpoint, which would run again for an index in the middle of its forward."""
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, to, use_reentrant=False)
+
+
+def test_rows_picked_inside_of_a_checkpoint_are_refused() -> None:
+    batch = torch.randn(B, T, D, dtype=torch.float64), destinations("spread")
+    with pytest.raises(UnsupportedUse, match=r"inside of a checkpoint.*checkpoint what comes"):  # noqa: SIM117
+        with one_pass(Checkpointed(by_split), 3, check=False) as context:
+            context.model(*batch)
+
+
+class OneByOne(nn.Module):
+    """Each expert finds its rows and its bias, which is named by a vector of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.b = nn.Linear(D, D), nn.Parameter(torch.randn(E, D))
+        self.double()
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        rows, to = self.inp(x).flatten(0, 1), to.flatten()
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            mine = torch.where(to == e)[0]
+            out = out.index_add(0, mine, (rows[mine] + self.b[torch.tensor([e])]).tanh())
+        return out.view(len(x), -1)
+
+
+def test_an_expert_with_one_row_makes_its_bias_no_batchs() -> None:
+    torch.manual_seed(1)
+    x, one_row = torch.randn(B, T, D, dtype=torch.float64), destinations("spread")
+    one_row[one_row == 1] = 2
+    one_row[3, 1] = 1
+    model = OneByOne()
+    for to in (one_row, destinations("spread"), one_row):
+        assert_exact(model, (x, to), loss, 3)

@@ -155,7 +155,7 @@ def _look(problem: Problem, sizes: list[int], accepted: bool) -> tuple[list[Caus
         others = f" and {len(written) - 3} more" if len(written) > 3 else ""
         notes.append(
             f"A forward writes buffers ({', '.join(written[:3])}{others}): one micro-batch after the other, at every "
-            "batch size. Ranks and one pass see them in another order."
+            "batch size. Ranks see them in another order."
         )
     return causes, notes
 

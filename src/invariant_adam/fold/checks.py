@@ -217,8 +217,8 @@ def warn_of_first_update(kappa: float, rho: float) -> None:
         return
     warnings.warn(
         f"the first update has {kappa:g} micro-batches, {rho:g} times the tuned batch, and its share in the averages "
-        "is 1: runs of different batch sizes part here. Grow in with ia.BatchGrowth(opt), or ignore "
-        "ia.FirstUpdateWarning",
+        "is 1, so runs of different batch sizes separate here. Grow in with ia.BatchGrowth(opt), in a trainer by "
+        "grow=True; if you mean it, say so by ratio=math.inf or grow=False",
         FirstUpdateWarning,
         stacklevel=8,  # the line that calls step()
     )

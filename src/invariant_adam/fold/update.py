@@ -56,9 +56,8 @@ class Update:
     def refuse_open(self, what: str, why: str) -> None:
         """Refuse something that must not come in the middle of an update."""
         if self.tallies:
-            raise RuntimeError(
-                f"{what} in the middle of an update: {self.kappa:g} micro-batches are folded and not stepped, and {why}"
-            )
+            folded = f"{self.kappa:g} micro-batch{' is' if self.kappa == 1 else 'es are'} folded"
+            raise RuntimeError(f"{what} in the middle of an update: {folded} and not stepped, and {why}")
 
     def count_call(self, weight: float) -> None:
         """Count the micro-batch of a `fold()` call."""

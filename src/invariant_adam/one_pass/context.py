@@ -339,7 +339,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 if sink is not None and entry.reached and entry.module in modules and not mini.single:
                     what = "no square, while others of its module have one: a compiled graph lost it; leave into= out"
             elif not mini.kappa:
-                what = "a gradient without a forward of the model"
+                what = "a gradient, but no forward of the model ran inside one_pass: put both inside"
             elif mini.single:
                 continue
             elif square is None and not entry.done:

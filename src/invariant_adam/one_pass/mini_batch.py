@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels import Serving
 from .groups import Groups, UnsupportedUse, without_samples
 from .ops.base import Use, copies
-from .routing import Routed, routed
+from .routing import Routed, behind_a_graph, routed
 from .weight import Entry, Handle, Held, Lifted, OnePassParameter, Weight, apart, names_of, same
 
 if TYPE_CHECKING:
@@ -240,7 +240,17 @@ class MiniBatch:
         The operation `name` uses the parameters behind `held` on x, perhaps with rows in `any_order`.
         """
         found = routed(x, self.groups) if x.requires_grad and not torch.compiler.is_compiling() else None
+        picked = self.facts.findings.picked  # a trace guards names: ask for them where some rows are picked
+        hidden = found is None and picked and (torch.compiler.is_compiling() or behind_a_graph(x))
+        if hidden and (names_of(held), name) in picked:
+            raise UnsupportedUse(
+                f"{names_of(held)} goes through {name} on rows picked from the batch by index, whose places a compiled "
+                "graph does not tell; keep what picks and uses them out of torch.compile (torch.compiler.disable), or "
+                "loop over micro-batches"
+            )
         if found is not None:
+            if (names_of(held), name) not in picked:
+                self.facts.find(picked=picked | {(names_of(held), name)})
             if not any_order:
                 raise UnsupportedUse(
                     f"{names_of(held)} goes through {name} on rows picked from the batch by index, which only linear "

@@ -30,6 +30,7 @@ class Findings(NamedTuple):
     looks: Mapping[Any, tuple[Any, ...]] = {}  # by the form of the inputs: the sizes of two checks (`lengths.Look`)
     constant: frozenset[Site] = frozenset()  # what sizes call batched and is not
     batched: frozenset[Site] = frozenset()  # the reverse
+    picked: frozenset[Site] = frozenset()  # uses on rows that were picked by index, in any order
     chosen: frozenset[Site] = frozenset()  # an index from the batch, whose rows meet rows that were picked by index
     axes: Mapping[Site, int] = {}  # where the batch is in another dimension than sizes say
     renormed: bool = False  # a batch norm was used twice in a forward
@@ -163,6 +164,6 @@ def _refuse_modules(model: nn.Module) -> None:
             )
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise UnsupportedUse(
-                f"{name} is a SyncBatchNorm, whose statistics span workers and micro-batches; use BatchNorm (one_pass "
-                "gives each micro-batch its own statistics, as the loop does) or GroupNorm"
+                f"the module {name!r} is a SyncBatchNorm, whose statistics span workers and micro-batches; use "
+                "BatchNorm (one_pass gives each micro-batch its own statistics, as the loop does) or GroupNorm"
             )

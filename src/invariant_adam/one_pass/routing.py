@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
-from .groups import Groups
+from .groups import Groups, UnsupportedUse
 
 # Nodes that keep rows apart and in order.
 ROWWISE = frozenset({"torch::autograd::CopyBackwards", "CatBackward0"}) | frozenset(
@@ -53,13 +54,13 @@ def _walk(node: Any, output: int, groups: Groups, depth: int) -> Routed | None:
         return None
     name, found = node.name(), None
     if name == "IndexBackward0":
-        indices = node._saved_indices
+        indices = _read(node, "_saved_indices")
         sizes = node._saved_self_sym_sizes
         if not indices or indices[0] is None:
             return None
         index = indices[0]
     elif name == "IndexSelectBackward0" and node._saved_dim == 0:
-        index, sizes = node._saved_index, node._saved_self_sym_sizes
+        index, sizes = _read(node, "_saved_index"), node._saved_self_sym_sizes
     elif name in ROWWISE:
         if _NOTHING in node.metadata:
             return None
@@ -98,7 +99,8 @@ def _joined(node: Any, groups: Groups, depth: int) -> Routed | None:
 
 def _kept(node: Any, name: str, output: int, groups: Groups, depth: int) -> Routed | None:
     """The rows of any other operation: those of the first operand that has some; of these a slice or a split's part."""
-    for parent, number in node.next_functions:
+    written_over = name == "torch::autograd::CopyBackwards"  # its first operand is
+    for parent, number in node.next_functions[written_over:]:
         found = _walk(parent, number, groups, depth + 1)
         if found is not None:
             break
@@ -116,6 +118,30 @@ def _kept(node: Any, name: str, output: int, groups: Groups, depth: int) -> Rout
     return Routed(found.places[kept], found.total, found.ids[kept])
 
 
-def _signed(n: int) -> int:
-    """A number that a node holds without its sign."""
-    return n - (1 << 64) if n >> 63 else n
+def _signed(n: Any) -> Any:
+    """A number that a node holds without its sign, if it holds one."""
+    return n if n is None or not n >> 63 else n - (1 << 64)
+
+
+def _read(node: Any, name: str) -> Any:
+    """What a node has saved; a checkpoint would run again for it, in the middle of its forward."""
+    try:
+        return getattr(node, name)
+    except CheckpointError as error:
+        raise UnsupportedUse(
+            "rows are picked by index inside of a checkpoint, after an operation of a parameter: their places are not "
+            "known there; checkpoint what comes before and the experts apart, or loop over micro-batches"
+        ) from error
+
+
+def behind_a_graph(x: Tensor) -> bool:
+    """Whether the rows of x come out of a compiled graph, which does not tell where it has them from."""
+    nodes = [(x.grad_fn, 0)]
+    for node, depth in nodes:  # which grows
+        if node is None or depth > DEPTH:
+            continue
+        if "CompiledFunction" in node.name():
+            return True
+        if node.name() in ROWWISE:
+            nodes += [(parent, depth + 1) for parent, _ in node.next_functions]
+    return False

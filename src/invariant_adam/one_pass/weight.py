@@ -164,6 +164,7 @@ class Handle:
     def __init__(
         self, value: Tensor, tag: Tensor, grouped: bool, entry: Entry | None,
         resize: Callable[[int, int, int], Tensor] | None = None, label: str = "", direct: bool = False,
+        own: bool = False,
     ) -> None:  # fmt: skip
         self.value = value
         self.tag = tag
@@ -172,6 +173,7 @@ class Handle:
         self.named = label
         self.resize = resize  # of a value spread over the batch: (lo, hi, m) -> copies of m samples for each group
         self.direct = direct  # the parameter itself
+        self.own = own or direct  # or its elements in another place: nothing was repeated for each sample
         self.dtype = value.dtype
 
     @property

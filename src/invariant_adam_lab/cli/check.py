@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,8 +28,12 @@ def check(
     micro_batch: Annotated[int | None, typer.Option(help="Samples whose gradient is squared.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate at the tuned batch size.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples that each run sees.")] = None,
-    grow: Annotated[bool | None, typer.Option("--grow/--no-grow", help="Grow in.")] = None,
-    coupled: Annotated[Coupled | None, typer.Option(help="Samples of one are meant to see each other.")] = None,
+    grow: Annotated[
+        bool | None, typer.Option("--grow/--no-grow", help="Make the first updates small ones that grow.")
+    ] = None,
+    coupled: Annotated[
+        Coupled | None, typer.Option(help="Samples of one micro-batch are meant to see each other.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to train, such as cuda.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and order.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a figure of the curves.")] = None,
@@ -82,6 +87,17 @@ def check(
     raise typer.Exit(0 if result.ok else 1)
 
 
+def _called(name: str, function: Callable[[], Any]) -> Any:
+    """Call the function that a user names."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        fail(f"{name} must take no arguments: {error}")
+    except ValueError:  # a builtin, which does not tell
+        pass
+    return function()
+
+
 def _arguments(function: str) -> dict[str, Any]:
     """Import what `module:function` names, call it, and give the arguments that it returns."""
     module, colon, name = function.partition(":")
@@ -96,7 +112,7 @@ def _arguments(function: str) -> dict[str, Any]:
         fail(f"there is no module {module!r}, from {Path.cwd()} or installed; name a file of this folder without .py")
     if not callable(getattr(imported, name, None)):
         fail(f"module {module!r} has no function {name!r}; name the one that returns what is checked")
-    made = getattr(imported, name)()
+    made = _called(function, getattr(imported, name))
     if isinstance(made, Mapping):
         return dict(made)
     if isinstance(made, tuple) and len(made) in (3, 4):

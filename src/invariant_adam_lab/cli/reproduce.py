@@ -150,7 +150,7 @@ DataPath = Annotated[
     typer.Option(
         "--data",
         metavar="PATH",
-        help="Where the dataset is, as data --path has it; for gpt any text, for gpt2 any text, folder of texts, or "
+        help="Where the dataset is, as data --path takes it; for gpt any text, for gpt2 any text, folder of texts, or "
         "cached tokens of one.",
         rich_help_panel=HOW,
     ),

@@ -66,8 +66,8 @@ DataPath = Annotated[
     typer.Option(
         "--data",
         metavar="PATH",
-        help="Of gpt a text, by default tiny Shakespeare; of resnet-ln CIFAR-10 as data --path has it, by default "
-        "found or fetched; of gpt2 a text, a folder of texts, or cached tokens of one.",
+        help="gpt: a text, by default tiny Shakespeare. resnet-ln: CIFAR-10, as data --path takes it, by default found "
+        "or fetched. gpt2: a text, a folder of texts, or cached tokens.",
         rich_help_panel=HOW,
     ),
 ]
@@ -105,7 +105,7 @@ def scale_up(
 
     On one thread of a CPU: [cyan]invariant-adam scale-up --preset short[/cyan]
 
-    On a GPU, for so long:
+    On a GPU, begin no run that would end after 200 seconds:
     [cyan]invariant-adam scale-up --model resnet-ln --preset short --budget 200[/cyan]
     """
     import torch
@@ -136,6 +136,8 @@ def scale_up(
         with lines.progress:
             lines.begin(len(experiment.cases(chosen)))
             result = experiment.measure(chosen, rows, make, lines.tell)
+    except typer.Exit:  # an option that was refused; it is a RuntimeError
+        raise
     except ValueError as error:
         fail(re.sub(r"^samples\b", "--samples", str(error)))
     except DataError as error:

@@ -130,7 +130,7 @@ def scale(
     ] = None,
     betas: Annotated[
         tuple[float, float] | None,
-        typer.Option(help="EMA coefficients per update, as tuned.", show_default="0.9 0.999"),
+        typer.Option(help="EMA coefficients per update, as tuned: two numbers, no comma.", show_default="0.9 0.999"),
     ] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Decoupled weight decay, as tuned.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of the whole run.")] = None,

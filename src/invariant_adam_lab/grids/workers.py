@@ -50,6 +50,9 @@ def prepare(grid: Grid, setup: Setup, tell: data.Tell = lambda text: None) -> da
     count = load(grid.model, torch.device("cpu"), small=setup.small, found=found).count
     run = grid.runs[0]
     if run.samples > count:
+        if RECIPES[grid.model].once:
+            each = f"{count // run.epochs:,}, so that its {run.epochs} epochs share no sample of"
+            raise ValueError(f"samples must be at most {each} the {count:,} there are, got {run.samples // run.epochs}")
         raise ValueError(f"samples must be at most the {count:,} of the training set, got {run.samples}")
     part = "" if not RECIPES[grid.model].once else f" of each of epochs={run.epochs}"
     count //= run.epochs if part else 1

@@ -34,7 +34,7 @@ def elementwise(mini: MiniBatch, func: Any, *args: Any, **kwargs: Any) -> Any:
     place = mini.place(x, 0, func.__name__, (h,), any_order=True)
     if place is None:
         return NotImplemented
-    if place.routed is not None and isinstance(h, Looked) and h.value.shape == x.shape:
+    if place.routed is not None and isinstance(h, Looked) and h.value.shape == x.shape and h.names_rows:
         own = h.meeting(place.routed)
         return func(own, x, **kwargs) if first is not None else func(x, own, **kwargs)
     axis = place.axis

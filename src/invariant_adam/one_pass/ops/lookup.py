@@ -89,6 +89,11 @@ class Looked(Handle):
             mini.probe.saw(self.label, self.name, self.index)
         return _copies(mini, self.table, self.index, self.value)
 
+    @property
+    def names_rows(self) -> bool:
+        """Whether the indices name the row of each: one alone may as well be a constant, which meets one row today."""
+        return len(self.index) > 1 or (self.label, self.name) in self.mini.facts.findings.chosen
+
     def meeting(self, routed: Routed) -> Tensor:
         """The rows, beside as many that were picked by index."""
         mini, site = self.mini, (self.label, self.name)
@@ -106,6 +111,12 @@ def rows(mini: MiniBatch, name: str, table: Handle, index: Any, find: Callable[[
     chosen = (table.label, name) in mini.facts.findings.chosen
     if not chosen and mini.is_batched(index, table.label, name):
         return NotImplemented
+    if chosen and torch.compiler.is_compiling():
+        raise UnsupportedUse(
+            f"{table.label} goes through {name} with an index that comes from the batch and meets rows that were "
+            "picked by index, whose places a compiled graph does not tell; keep both out of torch.compile "
+            "(torch.compiler.disable), or loop over micro-batches"
+        )
     mini.note((table,), name)
     if table.direct:
         mini.serve(table, f"a value of {name}", delivers=False)

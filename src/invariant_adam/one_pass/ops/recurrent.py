@@ -61,7 +61,11 @@ def recurrent(mini: MiniBatch, func: Any, x: Any, hx: Any, weights: Any, *rest: 
         raise UnsupportedUse(f"{names} goes through {name} with an input or state made from parameters alone")
     axis = 0 if batch_first else 1
     if x.ndim != 3 or x.shape[axis] % mini.groups.batch:
-        raise UnsupportedUse(f"{names} goes through {name} with an input of shape {tuple(x.shape)} without the batch")
+        raise UnsupportedUse(
+            f"{names} goes through {name} with an input of shape {tuple(x.shape)}, without the batch of "
+            f"{mini.groups.batch} in dimension {axis}; if it is in another dimension of the model's inputs, pass "
+            "batch_dim="
+        )
     last: list[States] = []
     given = x
     for layer in range(layers):

@@ -119,9 +119,9 @@ def rearrange(mini: MiniBatch, func: Any, input: Any, *args: Any, **kwargs: Any)
         out, entry = func(value, *args, **kwargs), h.entry
         tags = h.tag if way is _copied else func(h.tag, *args, **kwargs)
     if isinstance(out, Tensor):
-        return lift(out, Handle(out, tags, h.grouped, entry, label=h.label))
+        return lift(out, Handle(out, tags, h.grouped, entry, label=h.label, own=h.own))
     pairs = zip(out, tags, strict=True)
-    return tuple([lift(v, Handle(v, t, h.grouped, entry, label=h.label)) for v, t in pairs])
+    return tuple([lift(v, Handle(v, t, h.grouped, entry, label=h.label, own=h.own)) for v, t in pairs])
 
 
 def _are_numbers(args: Any) -> bool:

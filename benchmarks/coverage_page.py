@@ -1,0 +1,66 @@
+"""Blocks about the models that one pass was held against a loop on."""
+
+LIBRARIES = {"transformers": "types of transformers", "timm": "families of timm"}
+
+
+def names(rows):
+    """Models by name, in one paragraph."""
+    return ", ".join(f"`{row['name']}`" for row in sorted(rows, key=lambda row: row["name"]))
+
+
+def of(rows, library, *outcomes):
+    """The rows of a library with one of these outcomes."""
+    return [row for row in rows if row["library"] == library and row["outcome"] in outcomes]
+
+
+def reason(row):
+    """Why one pass refused a model: the message up to its remedy."""
+    return row["why"].partition("; ")[0].replace("|", "\\|")
+
+
+def count_rows(load, source):
+    """How many models were looked at, and what came of it."""
+    result = load("coverage_cpu")
+    rows = result["rows"]
+    yield "| | there are | made small | exact | refused | largest difference |"
+    yield "|---|---|---|---|---|---|"
+    for library, what in LIBRARIES.items():
+        exact, refused, wrong, out = (of(rows, library, each) for each in ("exact", "refused", "wrong", "left out"))
+        assert not wrong, f"one pass is wrong, and does not say so, on {names(wrong)}"
+        made, version = len(exact) + len(refused), exact[0]["version"]
+        most = max(row["error"] for row in exact)
+        yield f"| {what} {version} | {made + len(out)} | {made} | {len(exact)} | {len(refused)} | {most:.0e} |"
+    together = [row["experts_by_default"] | {"name": row["name"]} for row in rows if "experts_by_default" in row]
+    exact = [row for row in together if row["outcome"] == "exact"]
+    refused = [row for row in together if row["outcome"] == "refused"]
+    most = max(row["error"] for row in exact)
+    made = len(exact) + len(refused)
+    yield f"| experts by default, float32 | {len(together)} | {made} | {len(exact)} | {len(refused)} | {most:.0e} |"
+    yield ""
+    yield from source("coverage_cpu", result)
+
+
+def refused_rows(load):
+    """The models that one pass refuses, and why."""
+    rows = load("coverage_cpu")["rows"]
+    yield "| model | why |"
+    yield "|---|---|"
+    for library in LIBRARIES:
+        for row in of(rows, library, "refused"):
+            yield f"| {library} `{row['name']}` | {reason(row)} |"
+    for row in rows:
+        each = row.get("experts_by_default", {})
+        if each.get("outcome") == "refused":
+            yield f"| transformers `{row['name']}`, experts by default | {reason(each)} |"
+
+
+def exact_rows(load, prose):
+    """The models on which one pass is exact, and those that nobody knows of."""
+    rows = load("coverage_cpu")["rows"]
+    for library, what in LIBRARIES.items():
+        yield f"**Exact, {what}:**"
+        yield from prose(f"{names(of(rows, library, 'exact'))}.")
+        yield ""
+        yield f"**Not made small, {what}:**"
+        yield from prose(f"{names(of(rows, library, 'left out'))}.")
+        yield ""
