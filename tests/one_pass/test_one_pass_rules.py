@@ -126,6 +126,16 @@ CASES = {
         Call(lambda s, x, y, z: s.m[0](x, y, z)[0], nn.MultiheadAttention(8, 2, batch_first=True)),
         rnd(B, 4, 8), rnd(B, 5, 8), rnd(B, 5, 8),
     ),
+    "attention_learned_query": lambda: (  # SigLIP's head
+        Call(lambda s, x: s.m[0](s.t.repeat(rows_of(x), 1, 1), *[s.m[1](x)] * 2)[0],
+             nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8), t=(1, 2, 8)),
+        rnd(B, 5, 8),
+    ),
+    "attention_learned_memory": lambda: (
+        Call(lambda s, x: s.m[0](s.m[1](x).transpose(0, 1), *[s.t[:, None].expand(-1, rows_of(x), -1)] * 2)[0]
+             .transpose(0, 1), nn.MultiheadAttention(8, 2), nn.Linear(8, 8), t=(3, 8)),
+        rnd(B, 5, 8),
+    ),
     "attention_separate": lambda: (
         Call(lambda s, x, y, z: s.m[0](x, y, z)[0], nn.MultiheadAttention(8, 2, kdim=3, vdim=5, batch_first=True)),
         rnd(B, 4, 8), rnd(B, 5, 3), rnd(B, 5, 5),

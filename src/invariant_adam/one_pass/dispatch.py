@@ -229,7 +229,7 @@ def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Ha
     pieces, rows = [], []  # of each argument, per stretch; samples of a group
     for a, at in zip(given, axes, strict=True):
         if isinstance(a, Handle):
-            pieces.append(_own_copies(mini, name, a, axis, shape))
+            pieces.append(own_copies(mini, name, a, axis, shape))
         else:
             stacked = groups.stack(a, at)
             pieces.append([x.movedim(1, at + 1) if at else x for x in stacked])
@@ -279,7 +279,7 @@ def _axis_of(groups: Groups, x: Tensor, name: str, names: str) -> int:
     return axis
 
 
-def _own_copies(mini: MiniBatch, name: str, h: Handle, axis: int, shape: torch.Size) -> list[Tensor]:
+def own_copies(mini: MiniBatch, name: str, h: Handle, axis: int, shape: torch.Size) -> list[Tensor]:
     """Per stretch, the copies of a lifted value, cut to each group's samples where it lies along the batch's `axis`."""
     groups, tag, size = mini.groups, mini.grouped(h), shape[axis]
     under = axis - (len(shape) - h.value.ndim)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import dispatch
+from ..dispatch import dispatch, own_copies
 from ..groups import UnsupportedUse
 from ..mini_batch import MiniBatch
 from ..weight import Handle, lift, names_of
@@ -56,6 +56,15 @@ def _project(
     return q, k, v
 
 
+def _met(mini: MiniBatch, x: Any) -> Any:
+    """A value of parameters alone (T, B, E), repeated for each sample, as one that each micro-batch has its copy of."""
+    h = mini.handle_of(x)
+    if h is None or x.shape[1] != mini.groups.batch:
+        return x
+    copies = own_copies(mini, "add", h, 1, x.shape)  # (groups, T, samples, E) per stretch
+    return torch.cat([own.transpose(1, 2).flatten(0, 1) for own in copies]).transpose(0, 1)
+
+
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
@@ -76,11 +85,16 @@ def multi_head_attention(
     if query.ndim != 3:
         raise UnsupportedUse(f"{names} goes through attention without a batch dimension; add one")
     extra = bias_k is not None or add_zero_attn or static_k is not None or static_v is not None
-    if extra or any(mini.holds(t) for t in (query, key, value)):
+    held = [mini.holds(t) for t in (query, key, value)]
+    if extra or all(held):
         raise UnsupportedUse(
-            f"{names} goes through attention with add_bias_kv, add_zero_attn, static keys or inputs made from "
+            f"{names} goes through attention with add_bias_kv, add_zero_attn, static keys or all inputs made from "
             "parameters alone; leave them out, or loop over micro-batches"
         )
+    if any(held):  # a learned query, or memory
+        one = key is value
+        query, key = _met(mini, query), _met(mini, key)
+        value = key if one else _met(mini, value)
     for t in (query, key, value):
         if t.shape[1] % mini.groups.batch:
             raise UnsupportedUse(
