@@ -178,7 +178,7 @@ def test_a_checkpoint_in_mid_update_is_refused_and_nothing_is_lost():
     for m, opt, save in ((model, opts[0], True), (twin, opts[1], False)):
         loss(m, x).backward()
         if save:
-            with pytest.raises(RuntimeError, match="middle of an update: 1 micro-batches are folded"):
+            with pytest.raises(RuntimeError, match="middle of an update: 1 micro-batch is folded"):
                 opt.state_dict()
         loss(m, y).backward()
         opt.step()

@@ -231,7 +231,7 @@ def test_the_command_prints_what_the_file_holds(text, tmp_path, monkeypatch):
         (["--data", "none"], "--data: none does not exist"),
         (["--model", "gpt2", "--preset", "short"], "gpt2 trains on a text of your own; name a file or a folder by"),
         (["--model", "gpt2", "--data", "x"], "--preset smoke trains on made-up data; leave it out"),
-        (["--model", "gpt2", "--samples", "800"], "--samples must be at most the"),
+        (["--model", "gpt2", "--samples", "800"], "share no sample of the"),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(words, said, tmp_path, monkeypatch):
