@@ -164,7 +164,19 @@ CASES = {
         Call(lambda s, x: s.m[1](x + s.m[0](torch.arange(B, device=x.device))), nn.Embedding(B, 5), nn.Linear(5, 5)), rnd(B, B, 5)
     ),
     "layer_scale": lambda: (Call(lambda s, x: s.m[0](x) * s.g, nn.Linear(5, 5), g=(5,)), rnd(B, 4, 5)),
-    "in_place_add": lambda: (Call(in_place, nn.Linear(5, 5), g=(5,)), rnd(B, 4, 5)),
+    "in_place": lambda: (Call(in_place, nn.Linear(5, 5), g=(5,)), rnd(B, 4, 5)),
+    "written_token_of_a_mask": lambda: (
+        Call(lambda s, x, mask: write(s.m[0](x), mask, s.t), nn.Linear(5, 5), t=(5,)),
+        rnd(B, 4, 5), rnd(B, 4) > 0,
+    ),
+    "written_first": lambda: (
+        Call(lambda s, x: write(x.new_zeros(rows_of(x), 5, 5), (slice(None), slice(1, None)), s.m[0](x), 0, s.t.exp()),
+             nn.Linear(5, 5), t=(5,)),
+        rnd(B, 4, 5),
+    ),
+    "written_number": lambda: (
+        Call(lambda s, x: write(s.m[0](x), (..., 2), s.t[0]), nn.Linear(5, 5), t=(3,)), rnd(B, 4, 5)
+    ),
     "arithmetic": lambda: (
         Call(lambda s, x: (1 - s.a) * x / (s.b**2 + 1) - s.c + (s.a - x) + 2 / (s.b.exp() + x**2), a=(5,), b=(1,), c=()),
         rnd(B, 4, 5),
@@ -277,7 +289,18 @@ def masked(s: Call, x: Tensor) -> Tensor:
 def in_place(s: Call, x: Tensor) -> Tensor:
     y = s.m[0](x)
     y += s.g
+    y *= s.g.exp()
+    y /= s.g.cosh()
     return y
+
+
+def write(y: Tensor, index, value: Tensor, first: int | None = None, token: Tensor | None = None) -> Tensor:
+    """y with values at an index; and with a token in the first place of time."""
+    y = y.clone()
+    y[index] = value.to(y.dtype)
+    if token is not None:
+        y[:, first] = token
+    return y.tanh()
 
 
 def tied(s: Call, x: Tensor) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from loop_oracle import assert_exact, error, loop
@@ -735,3 +737,41 @@ def test_a_check_leaves_the_random_numbers_as_they_were(device):
             twin(x).square().mean().backward()
         states.append(torch.rand(4, device=device))
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("draw", [lambda x: np.random.rand(*x.shape), lambda x: [[random.random()] for _ in x]])
+def test_random_numbers_of_the_host_are_told_from_samples_that_mix(draw):
+    """A forward that draws them is another one each time, and its samples are apart all the same."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.token = nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            y = self.layer(x)
+            return torch.where(torch.tensor(draw(x)) > 0.5, self.token, y) if self.training else y
+
+    x = torch.randn(8, 3)
+    states = []
+    for check in (True, False):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        net = Net()
+        with ia.one_pass(net, 2, check=check):
+            net(x).square().mean().backward()
+        assert net.token.grad_sq.all()
+        states.append((random.random(), np.random.rand()))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.vmap(torch.func.jacrev(f))])
+def test_a_parameter_inside_of_a_transform_is_refused(transform):
+    class Net(nn.Linear):
+        def forward(self, x):
+            return transform(lambda row: row @ self.weight.t())(x)
+
+    net = Net(3, 2)
+    with ia.one_pass(net, 2), pytest.raises(ia.UnsupportedUse, match=r"weight goes through .* a transform of torch"):
+        net(torch.randn(8, 3))

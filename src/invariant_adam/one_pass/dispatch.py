@@ -82,8 +82,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     known = OPERATIONS.get(name)
     if known is None and name in UNFOLLOWED:
         return func(*args, **kwargs)
-    if mini.mode is not Mode.GROUPED or torch.compiler.is_compiling():
+    tracing = torch.compiler.is_compiling()
+    if mini.mode is not Mode.GROUPED or tracing:
         mini.ready(name)
+    if not tracing and torch._C._are_functorch_transforms_active():
+        names = names_of(mini.handle_of(a) for a in tree_flatten((args, kwargs))[0] if isinstance(a, Tensor))
+        raise UnsupportedUse(
+            f"{names} goes through {name} inside of a transform of torch.func (vmap, grad, jacrev), which hides the "
+            "batch from one_pass; write it for whole batches, or loop over micro-batches"
+        )
     if known is not None:
         out = known.rule(mini, func, *args, **kwargs)
         if out is not NotImplemented:
@@ -97,7 +104,9 @@ Followed.dispatch = staticmethod(dispatch)
 def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operation without a rule of its own, or used in a way its rule does not cover."""
     if name in IN_PLACE and isinstance(args[0], Tensor) and mini.handle_of(args[0]) is None:
-        return args[0].copy_(dispatch(IN_PLACE[name], args, kwargs))
+        func = IN_PLACE[name]
+        was = args[0].clone() if func in (torch.mul, torch.div) else args[0]  # their backward needs what was there
+        return args[0].copy_(dispatch(func, (was, *args[1:]), kwargs))
     if kwargs.get("inplace"):
         kwargs = {**kwargs, "inplace": False}  # the value belongs to the parameters, not to this operation
     leaves, spec = [*args, *kwargs.values()], None
@@ -115,7 +124,7 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
     if name in WRITERS or kwargs.get("out") is not None:
         raise UnsupportedUse(
             f"{names} goes through {name}, which writes in place; one_pass follows values only: "
-            f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[i] = p)"
+            f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[:, i:j] = p)"
         )
     mini.note(held, name)
     plain = [isinstance(a, Tensor) and h is None for a, h in zip(leaves, handles, strict=True)]

@@ -62,6 +62,10 @@ class ModelFacts:
         """Put down what a check has found out."""
         self.findings = self.findings._replace(**found)
 
+    def find_batched(self, site: Site) -> None:
+        """Put down that a use has the batch; it was the same for the samples that were exchanged before, if any."""
+        self.find(constant=self.findings.constant - {site}, batched=self.findings.batched | {site})
+
     def refresh(self, model: nn.Module) -> list[Entry]:
         """The entries of the parameters that are trainable now."""
         structure, self.modules = _structure(model)

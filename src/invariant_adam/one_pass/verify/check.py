@@ -168,8 +168,14 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
     summed = partial(summed_up, batch=groups.batch)
     seen = False
     for _ in range(8):
-        base, outputs = trial.run()
         before = facts.findings
+        try:
+            base, outputs = trial.run()
+        except UnsupportedUse:
+            _learn_from_refused(trial)
+            if facts.findings is before:
+                raise
+            continue
         alone = [o for o in outputs if isinstance(o, Lifted)]
         _find_leaks(mini, outputs)
         outputs = summed_up(outputs, groups.batch)
@@ -212,6 +218,21 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
     return seen, now
 
 
+def _learn_from_refused(trial: Trial) -> None:
+    """What came before a refused operation may have been taken for a constant, and change with the samples.
+
+    Or with their number alone, as a mask that is drawn for each sample.
+    """
+    base, groups, facts = trial.seen(), trial.mini.groups, trial.mini.facts
+    others = [_exchange(trial, k)[0].seen() for k in {0, groups.kappa - 1}]
+    if groups.kappa > 1:
+        with trial.of_few(groups.kappa // 2) as small:
+            others.append(small.seen())
+    for site, records in base.records.items():
+        if site not in facts.findings.batched and any(_changed(records, o.records.get(site, [])) for o in others):
+            facts.find_batched(site)
+
+
 def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
     """The forward through the rules must be the model's own, in its own precision, autocast included.
 
@@ -241,12 +262,10 @@ def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> N
     for site in base.records.keys() | other.records.keys():
         found = facts.findings
         first, second = base.records.get(site, []), other.records.get(site, [])
-        both = list(zip(first, second, strict=False))
-        if any(not r.placed and not (r.shape == s.shape and _agree(r.whole, s.whole, r)) for r, s in both):
+        if _changed(first, second):
             if site in found.batched:
                 raise _unclear(site)
-            # It was only the same for the samples exchanged before.
-            facts.find(constant=found.constant - {site}, batched=found.batched | {site})
+            facts.find_batched(site)
         elif not _rows_agree(first, second, groups, changed):
             axis = _other_axis(first, second, groups, changed)
             if axis is None or site in found.axes:
@@ -256,8 +275,14 @@ def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> N
                     "samples apart, or loop over micro-batches"
                 )
             facts.find(axes={**found.axes, site: axis})
-        elif site not in found.batched and any(_untouched(r, s) for r, s in both):
+        elif site not in found.batched and any(map(_untouched, first, second)):
             facts.find(constant=found.constant | {site})
+
+
+def _changed(first: list[Record], second: list[Record]) -> bool:
+    """Whether a use that was taken for one of a constant has changed with the samples."""
+    both = zip(first, second, strict=False)
+    return any(not r.placed and not (r.shape == s.shape and _agree(r.whole, s.whole, r)) for r, s in both)
 
 
 def _untouched(r: Record, s: Record) -> bool:

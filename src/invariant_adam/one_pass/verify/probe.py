@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ..mini_batch import MiniBatch, Mode
 from ..model import Site
 from ..routing import Routed
 from ..weight import same
+from . import chance
 
 # How far values that should be equal may differ, relative to the largest: rounding of the same sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -110,20 +111,31 @@ class Trial(NamedTuple):
     model: nn.Module
     inputs: Any
 
-    def run(self, then: Callable[[list[Any]], Any] | None = None, *, backward: bool = False) -> tuple[Probe, Any]:
+    def run(
+        self, then: Callable[[list[Any]], Any] | None = None, *, backward: bool = False, probe: Probe | None = None
+    ) -> tuple[Probe, Any]:
         """A recorded forward: its record and its outputs, or what `then` makes of them before buffers are restored.
 
         Without a `backward` in `then` nothing is kept for one: a run then takes the memory of an evaluation.
         """
         try:
-            return self._run(then, nullcontext() if backward else saved_tensors_hooks(_forget, _recall))
-        except Forgotten:  # the model differentiates in its forward
-            return self._run(then, nullcontext())
+            return self._run(then, nullcontext() if backward else saved_tensors_hooks(_forget, _recall), probe)
+        except RuntimeError as error:  # the model differentiates in its forward; torch.func takes no hooks at all
+            if not isinstance(error, Forgotten) and "saved tensor hooks" not in str(error):
+                raise
+            return self._run(then, nullcontext(), probe)
 
-    def _run(self, then: Any, kept: AbstractContextManager[Any]) -> tuple[Probe, Any]:
+    def seen(self) -> Probe:
+        """The record of a forward as far as it comes: up to what is refused, or fails on these samples."""
+        probe = Probe(self.mini.groups.batch)
+        with suppress(Exception):
+            self.run(freed, probe=probe)
+        return probe
+
+    def _run(self, then: Any, kept: AbstractContextManager[Any], probe: Probe | None) -> tuple[Probe, Any]:
         mini, facts = self.mini, self.mini.facts
         mode, normed = mini.mode, mini.normed
-        probe = mini.probe = Probe(mini.groups.batch)
+        probe = mini.probe = probe or Probe(mini.groups.batch)
         mini.normed = {}
         mini.mode = mode if mode is Mode.PLAIN else Mode.CHECKING
         for entry in facts.order:
@@ -132,10 +144,10 @@ class Trial(NamedTuple):
         buffers = [(path, m, n, b, b.clone()) for path, m in modules for n, b in m._buffers.items() if b is not None]
         args, kwargs = self.inputs
         try:
-            with torch.random.fork_rng(devices=self.devices), kept:
-                before = self._random()
+            with chance.forked(self.devices), kept:
+                before = chance.states(self.devices)
                 outputs = _leaves(self.model(*args, **kwargs))
-                probe.drew = any(not torch.equal(a, b) for a, b in zip(before, self._random(), strict=True))
+                probe.drew = before != chance.states(self.devices)
                 return probe, outputs if then is None else then(outputs)
         finally:
             if not facts.findings.renormed and any(len(uses) > 1 for uses in mini.normed.values()):
@@ -156,14 +168,10 @@ class Trial(NamedTuple):
     def draws(self) -> bool:
         """Whether its outputs depend on random numbers, however little: a loss hardly changes with a dropout's."""
         probe, first = self.run(freed)
-        with self.redrawn():
+        with chance.redrawn(self.devices):
             second = self.outputs()
         pairs = [(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, Tensor)]
         return not all(close(a, b) and (not probe.drew or bool(same(a, b).all())) for a, b in pairs)
-
-    def _random(self) -> list[Tensor]:
-        """The states of torch's generators."""
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.devices)]
 
     def cut(self, k: int, count: int = 1) -> Trial:
         """The trial of micro-batch k of the inputs, or of `count` from there on."""
@@ -199,16 +207,6 @@ class Trial(NamedTuple):
     def plainly(self) -> AbstractContextManager[None]:
         """Every operation runs as it is."""
         return setting(self.mini, "mode", Mode.PLAIN)
-
-    @contextmanager
-    def redrawn(self) -> Iterator[None]:
-        """Other random numbers than outside; the generators are then as they were."""
-        seed = torch.initial_seed() + 1
-        with torch.random.fork_rng(devices=self.devices):
-            torch.default_generator.manual_seed(seed)
-            for device in self.devices:  # these only: torch.manual_seed would leave every other one seeded
-                torch.cuda.default_generators[device].manual_seed(seed)
-            yield
 
     @property
     def devices(self) -> list[int]:
