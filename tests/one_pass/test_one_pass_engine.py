@@ -496,6 +496,11 @@ def test_a_parameter_both_hidden_and_seen_is_refused() -> None:
             (B, 4, 3),
             "batch",
         ),
+        (  # all rows of the first layer are the same, so that exchanging samples shows nothing
+            lambda s, x: x + (s.m[0](x - x) @ s.m[0](x - x).T).softmax(-1) @ s.m[1](s.m[0](x - x)),
+            (B, 3),
+            "arrives at rows of another: samples meet inside the model",
+        ),
         (lambda s, x: s.m[0](x) + s.m[1].weight.square().sum(), (B, 3), None),
     ],
 )

@@ -180,6 +180,14 @@ CASES = {
         Call(lambda s, x: F.linear(x, s.w) + x @ s.a @ s.b + x @ (s.a @ s.b), w=(5, 5), a=(5, 2), b=(2, 5)), rnd(B, 4, 5)
     ),
     "einsum": lambda: (Call(lambda s, x: torch.einsum("btd,hde->bhte", x, s.w), w=(2, 5, 3)), rnd(B, 4, 5)),
+    "einsum_time_first": lambda: (  # attention whose keys come from constants that were repeated for each sample
+        Call(lambda s, x: einsum_time_first(s, x.transpose(0, 1)).transpose(0, 1), u=(2, 4), k=(5, 2, 4), q=(5, 2, 4)),
+        rnd(B, 7, 5),
+    ),
+    "einsum_time_first_of_several_batches": lambda: (
+        Call(lambda s, x: einsum_time_first(s, x.transpose(0, 1)).transpose(0, 1), u=(2, 4), k=(5, 2, 4), q=(5, 2, 4)),
+        rnd(B, 2 * B, 5),
+    ),
     "tensordot": lambda: (Call(lambda s, x: torch.tensordot(x, s.w, ([2], [1])), w=(2, 5, 3)), rnd(B, 4, 5)),  # out=None
     "relative_bias": lambda: (
         Call(lambda s, x: (s.t[s.index].permute(2, 0, 1).softmax(-1) @ s.m[0](x)[:, None]).sum(1), nn.Linear(4, 4),
@@ -255,6 +263,14 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     return model
+
+
+def einsum_time_first(s: Call, x: Tensor) -> Tensor:
+    places = torch.linspace(-1, 1, 2 * x.shape[0], dtype=x.dtype, device=x.device)
+    places = (places[:, None] * torch.arange(1, 6, device=x.device)).sin()[:, None].expand(-1, x.shape[1], -1)
+    keys = torch.einsum("jbe,ehd->jbhd", places, s.k)
+    queries = torch.einsum("ibe,ehd->ibhd", x, s.q)
+    return torch.einsum("ibhd,jbhd->bhij", queries + s.u, keys).softmax(-1).permute(2, 0, 1, 3).flatten(2)
 
 
 def cells(s: Call, x: Tensor) -> Tensor:
