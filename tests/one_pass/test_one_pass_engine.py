@@ -465,6 +465,33 @@ class Hidden(torch.autograd.Function):
         return g * w, (g * x).sum(0)
 
 
+class Again(torch.autograd.Function):
+    """A layer that runs again in its backward, whose gradients it accumulates there, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(g)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_backward_inside_of_the_models_backward_is_refused(owned: bool) -> None:
+    """The check only asks for gradients: what it accumulated would be left in the first update."""
+    model = Apply(lambda s, x: Again.apply(s.m[0](x), s.m[1]), nn.Linear(3, 3), nn.Linear(3, 3))
+    opt = InvariantAdam(model.parameters(), fold="backward" if owned else "call")
+    refused(model, torch.randn(B, 3), match=r"m\.1\..*a backward that runs inside of the model's backward")
+    assert opt.kappa == 0
+    assert all(p.grad is None and not opt.state[p]["exp_avg"].any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_a_custom_function_that_hides_a_parameter_is_refused(check: bool) -> None:
     model = Apply(lambda s, x: Hidden.apply(s.m[0](x), s.w), nn.Linear(3, 3), w=torch.randn(3))

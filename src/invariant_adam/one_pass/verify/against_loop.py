@@ -356,7 +356,18 @@ def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tenso
         trial.mini.probe = None  # checkpoints recompute their forward in here
         return differentiated(differentiable(outputs), leaves, seeds)
 
-    return list(trial.run(differentiate, backward=True)[1])
+    found = list(trial.run(differentiate, backward=True)[1])
+    with torch._C.DisableTorchFunctionSubclass():
+        entries = trial.mini.facts.order
+        left = [e.name for e in entries if e.param.grad is not None or e.companion.grad is not None]
+        for e in entries if left else ():
+            e.param.grad = e.companion.grad = None
+    if left:  # although gradients were only asked for
+        raise UnsupportedUse(
+            f"{left[0]} gets its gradient from a backward that runs inside of the model's backward (a reversible "
+            "layer? another custom autograd.Function?), which cannot be held against a loop; loop over micro-batches"
+        )
+    return found
 
 
 def differentiated(outputs: list[Tensor], leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
