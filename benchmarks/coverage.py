@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -28,6 +29,7 @@ import time
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -37,21 +39,23 @@ TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION
 MOST = 40_000_000  # parameters of a type of transformers that counts as small
 # A config's sizes; of each model those that its config has.
 SIZES = {
-    1: "num_key_value_heads num_kv_heads n_group topk_group first_k_dense_replace",
+    1: "num_key_value_heads num_kv_heads n_group topk_group first_k_dense_replace num_dense_layers",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
     "encoder_attention_heads decoder_attention_heads n_head n_heads num_attention_heads num_heads num_experts_per_tok "
     "moe_topk moe_top_k top_k_experts moe_k num_experts_per_token num_selected_experts linear_num_key_heads "
-    "linear_num_value_heads",
+    "linear_num_value_heads linear_num_heads conf_num_attention_heads num_self_attends_per_block "
+    "num_self_attention_heads num_cross_attention_heads",
     4: "num_experts num_local_experts n_routed_experts moe_num_experts mamba_n_heads qk_rope_head_dim qk_nope_head_dim "
-    "rotary_dim state_size mamba_d_state sliding_window",
-    5: "num_labels",
+    "rotary_dim state_size mamba_d_state sliding_window index_n_heads attention_window laurel_rank",
+    5: "num_labels num_latents",
     8: "head_dim d_kv v_head_dim linear_key_head_dim linear_value_head_dim head_size kv_channels q_lora_rank "
-    "kv_lora_rank mamba_d_head attention_window_size hidden_size_per_layer_input",
+    "kv_lora_rank mamba_d_head attention_window_size hidden_size_per_layer_input linear_head_dim index_head_dim "
+    "attention_head_size",
     16: "hidden_size d_model n_embd embedding_size word_embed_proj_dim dim attention_hidden_size lru_width "
     "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size context_length emb_dim "
-    "entity_emb_size",
+    "entity_emb_size d_latents router_hidden_size hidden_size_global audio_hidden_size",
     32: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner hidden_dim intermediate_size_mlp "
-    "ffn_hidden_size",
+    "ffn_hidden_size mamba_d_ssm feed_forward_size",
     37: "vocab_size vocab_size_per_layer_input n_words entity_vocab_size",
     40: "max_position_embeddings n_positions",
 }
@@ -62,11 +66,51 @@ PICTURES = (  # tried one after the other: windows and strides do not fit every 
 OWN = {  # what a model type asks for besides
     "bit": {"num_groups": 8},
     "codegen": {"n_head": 4},
+    "bailing_hybrid": {"n_group": 1},
+    "blt": {"encoder_hash_byte_group_vocab": 37},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "diffllama": {"num_key_value_heads": 2},
+    "dots1": {"n_shared_experts": 1},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
+    "esm": {"mask_token_id": 3, "pad_token_id": 0, "vocab_size": 37},
+    "esmc": {"num_key_value_heads": 2},
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "intermediate_size": 32,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hiera": {"embed_dim": 16, "depths": [1, 1, 1, 1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "n_groups": 1},
-}
+    "neomme": {"head_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_budget": 4, "indexer_compress_ratio": 2, "indexer_head_dim": 8, "indexer_kv_heads": 1,
+        "indexer_n_heads": 2, "hc_lowrank": 4,
+    },
+    "reformer": {
+        "attn_layers": ["local", "local"], "axial_pos_shape": [2, 4], "axial_pos_embds_dim": [8, 8], "is_decoder": True,
+        "local_attn_chunk_length": 4, "max_position_embeddings": 8,
+    },
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 32,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 32,
+        "attention_head_dim": 16,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+# The shape of a sample of tokens, where it is not `TOKENS`.
+SHAPES = dict.fromkeys(("led", "longformer", "reformer"), (8,)) | dict.fromkeys(("musicgen", "musicgen_melody"), (4, 7))
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+
+
+LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")  # a kind for each layer: the first and the last other
 
 
 def smaller(config, sides):
@@ -75,8 +119,20 @@ def smaller(config, sides):
     found = {k: v for k, v in SMALL.items() if k in usual and not isinstance(usual[k], (list, tuple, dict))}
     if "qk_rope_head_dim" in usual:
         found.pop("head_dim", None)  # follows from the others
-    found |= {k: 0.0 for k, v in usual.items() if "drop" in k and isinstance(v, float)}
-    found |= {k: [usual[k][0], usual[k][-1]] for k in ("layer_types", "mlp_layer_types") if usual.get(k)}
+    if "kv_lora_rank" in usual and "num_key_value_heads" in usual:
+        found |= {"num_key_value_heads": found["num_attention_heads"]}  # heads of one latent
+    found |= {k: 0.0 for k, v in usual.items() if ("drop" in k or "jitter" in k) and isinstance(v, float)}
+    if usual.get("head_dim") == usual.get("qk_rope_head_dim"):
+        found |= {"head_dim": SMALL["qk_rope_head_dim"]} if "head_dim" in usual else {}
+    for k in LAYERS:
+        kinds = usual.get(k) or []
+        others = [kind for kind in (*kinds[::-1], *kinds[:1]) if kind != kinds[0]] or kinds[-1:]
+        found |= {k: [kinds[0], others[0]]} if kinds else {}
+    found |= {  # its parts
+        k: {"model_type": part.model_type} | smaller(part, sides)
+        for k, part in vars(config).items()
+        if hasattr(part, "to_dict")
+    }
     found |= {k: v for k, v in sides.items() if k in usual} | OWN.get(config.model_type, {})
     return found | {k: v for k, v in TOKEN_IDS.items() if usual.get(k) is not None}
 
@@ -99,14 +155,13 @@ def of_transformers(kind, task):
     head = getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")[kind]
     made = getattr(transformers, head[0] if isinstance(head, (tuple, list)) else head)
     usual = transformers.AutoConfig.for_model(kind)
-    pictures = task == "IMAGE_CLASSIFICATION"
+    if made.config_class not in (None, type(usual)):  # a part of it, such as the text's
+        usual = made.config_class()
+    pictures = task == "IMAGE_CLASSIFICATION" and made.main_input_name == "pixel_values"
     for sides in PICTURES if pictures else ({},):
         changes = smaller(usual, sides)
-        for part in ("text_config", "vision_config", "audio_config", "encoder", "decoder"):
-            if hasattr(getattr(usual, part, None), "to_dict"):
-                changes[part] = smaller(getattr(usual, part), sides)
         try:
-            config = transformers.AutoConfig.for_model(kind, **changes)
+            config = type(usual)(**changes)
             with torch.device("meta"):
                 count = sum(p.numel() for p in made(config).parameters())
             if count > MOST:
@@ -117,16 +172,33 @@ def of_transformers(kind, task):
             seen = config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
             side = getattr(seen, "image_size", SIDE)
             side = side if isinstance(side, (tuple, list)) else (side, side)
-            batch = torch.randn(SAMPLES, getattr(seen, "num_channels", 3), *side, dtype=torch.float64)
-            model.eval()(batch[:1].float())
-            return model, batch, lambda x, model=model: model(x).logits
+            channels = getattr(seen, "num_channels", 3)
+            batch = torch.randn(SAMPLES, channels, *side, dtype=torch.float64)
+            if "spatial_shapes" in inspect.signature(model.forward).parameters:  # it wants patches of 2 by 3
+                batch = torch.randn(SAMPLES, 6, channels * seen.patch_size**2, dtype=torch.float64)
+            forward = partial(classify, model)
+            model.eval()
+            forward(batch[:1].float())
+            return model, batch, forward
         except Exception:
             if sides == PICTURES[-1] or not pictures:
                 raise
-    ids = torch.randint(3, config.get_text_config().vocab_size, (SAMPLES, TOKENS))
+    ids = torch.randint(3, config.get_text_config().vocab_size, (SAMPLES, *SHAPES.get(kind, (TOKENS,))))
     if config.is_encoder_decoder:
         return model, ids, lambda x: model(input_ids=x, decoder_input_ids=x.flip(1)).logits
     return model, ids, lambda x: model(input_ids=x).logits
+
+
+def classify(model, pictures):
+    """The logits of pictures, or of their patches."""
+    import torch
+
+    options = {}
+    if pictures.ndim == 3:
+        shapes = torch.tensor([[2, 3]]).expand(len(pictures), 2)
+        options = {"pixel_attention_mask": torch.ones(pictures.shape[:2]), "spatial_shapes": shapes}
+    out = model(pictures, **options)
+    return out.logits if hasattr(out, "logits") else out[0]
 
 
 def of_timm(family):
@@ -185,8 +257,17 @@ def look(library, name, task):
         except Exception as error:
             together = {"outcome": "left out", "why": f"{type(error).__name__}: {error}"}
         model.set_experts_implementation("eager")
-    row |= hold(model, batch, forward, torch.float64)
-    return row | ({"experts_by_default": together} if experts else {})
+    for default, dtype in ((torch.float32, torch.float64), (torch.float64, torch.float64), (torch.float32,) * 2):
+        torch.set_default_dtype(default)  # of the tensors that it makes of its own
+        try:
+            found = hold(model, batch, forward, dtype)
+            break
+        except RuntimeError:
+            if dtype is torch.float32:
+                raise
+    if dtype is torch.float32:
+        found["precision"] = "float32"  # it does not run in float64
+    return row | found | ({"experts_by_default": together} if experts else {})
 
 
 def hold(model, batch, forward, dtype):
@@ -196,7 +277,6 @@ def hold(model, batch, forward, dtype):
     from invariant_adam.one_pass import UnsupportedUse, one_pass
 
     model = model.to(dtype)
-    model.zero_grad()
     if batch.is_floating_point():
         batch = batch.to(dtype)
 
@@ -205,20 +285,27 @@ def hold(model, batch, forward, dtype):
         return (out[0] if isinstance(out, (tuple, list)) else out).flatten(1).sin().sum(1).mean()
 
     named = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+    def gradients(part):
+        model.zero_grad()
+        loss(part).backward()
+        return [p.grad for p in named.values()]
+
     start = {n: b.clone() for n, b in model.named_buffers()}
     means, squares, before = {}, {}, torch.get_rng_state()
     for part in batch.split(MICRO):
-        grads = torch.autograd.grad(loss(part), list(named.values()), allow_unused=True)
-        for n, g in zip(named, grads, strict=True):
+        for n, g in zip(named, gradients(part), strict=True):
             if g is not None:
                 g, share = g.double(), len(part) / SAMPLES
                 means[n], squares[n] = means.get(n, 0) + share * g, squares.get(n, 0) + share * g.square()
-    if not torch.equal(before, torch.get_rng_state()):
+    twice = [] if torch.equal(before, torch.get_rng_state()) else [gradients(batch[:MICRO]) for _ in range(2)]
+    if twice and not all(a is b or torch.equal(a, b) for a, b in zip(*twice, strict=True)):
         return {"outcome": "left out", "why": "it draws random numbers, and the loop others"}
     if not all(bool(t.isfinite().all()) for t in means.values()):
         return {"outcome": "left out", "why": "its own gradients are not finite"}
     for n, b in model.named_buffers():
         b.copy_(start[n])
+    model.zero_grad()
     try:
         with one_pass(model, MICRO):
             loss(batch).backward()

@@ -465,6 +465,33 @@ class Hidden(torch.autograd.Function):
         return g * w, (g * x).sum(0)
 
 
+class Again(torch.autograd.Function):
+    """A layer that runs again in its backward, whose gradients it accumulates there, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(g)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_backward_inside_of_the_models_backward_is_refused(owned: bool) -> None:
+    """The check only asks for gradients: what it accumulated would be left in the first update."""
+    model = Apply(lambda s, x: Again.apply(s.m[0](x), s.m[1]), nn.Linear(3, 3), nn.Linear(3, 3))
+    opt = InvariantAdam(model.parameters(), fold="backward" if owned else "call")
+    refused(model, torch.randn(B, 3), match=r"m\.1\..*a backward that runs inside of the model's backward")
+    assert opt.kappa == 0
+    assert all(p.grad is None and not opt.state[p]["exp_avg"].any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_a_custom_function_that_hides_a_parameter_is_refused(check: bool) -> None:
     model = Apply(lambda s, x: Hidden.apply(s.m[0](x), s.w), nn.Linear(3, 3), w=torch.randn(3))
@@ -495,6 +522,11 @@ def test_a_parameter_both_hidden_and_seen_is_refused() -> None:
             lambda s, x: s.m[1](s.m[0](x)[x[:, 0, 0] > 0][: B // 2].reshape(-1, 3)),
             (B, 4, 3),
             "batch",
+        ),
+        (  # all rows of the first layer are the same, so that exchanging samples shows nothing
+            lambda s, x: x + (s.m[0](x - x) @ s.m[0](x - x).T).softmax(-1) @ s.m[1](s.m[0](x - x)),
+            (B, 3),
+            "arrives at rows of another: samples meet inside the model",
         ),
         (lambda s, x: s.m[0](x) + s.m[1].weight.square().sum(), (B, 3), None),
     ],
@@ -559,7 +591,7 @@ def test_refusals_name_the_parameter_and_the_remedy() -> None:
 
     def write(s: Apply, x: Tensor) -> Tensor:
         x = x.clone()
-        x[:, 0] = s.w
+        x[::2] = s.w
         return s.m[0](x)
 
     refused(

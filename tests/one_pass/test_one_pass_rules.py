@@ -188,10 +188,39 @@ CASES = {
     "addmm": lambda: (
         Call(lambda s, x: torch.addmm(s.b, x.view(-1, 5), s.w).view(len(x), -1), b=(4,), w=(5, 4)), rnd(B, 3, 5)
     ),
+    "written_over_a_token": lambda: (
+        Call(written_over(lambda x, s: (slice(None), 0), lambda s: s.p), nn.Linear(5, 5), nn.Linear(5, 4), p=(5,)),
+        rnd(B, 4, 5),
+    ),
+    "written_over_columns": lambda: (
+        Call(written_over(lambda x, s: (..., slice(2, 4)), lambda s: s.p.exp()), nn.Linear(5, 5), nn.Linear(5, 4),
+             p=(4, 1)),
+        rnd(B, 4, 5),
+    ),
+    "written_over_where_a_mask_is": lambda: (
+        Call(written_over(lambda x, s: x[..., 0] > 0, lambda s: s.p * 2), nn.Linear(5, 5), nn.Linear(5, 4), p=(5,)),
+        rnd(B, 4, 5),
+    ),
+    "written_over_time_first": lambda: (
+        Call(lambda s, x: written_over(lambda x, s: (0,), lambda s: s.p)(s, s.m[2](x).transpose(0, 1)).transpose(0, 1),
+             nn.Linear(5, 5), nn.Linear(5, 4), nn.Linear(5, 5), p=(5,)),
+        rnd(B, 4, 5),
+    ),
+    "written_into_constants_sample_by_sample": lambda: (
+        Call(into_constants, nn.Linear(5, 5), p=(2, 5)), rnd(B, 4, 5)
+    ),
     "lora": lambda: (
         Call(lambda s, x: F.linear(x, s.w) + x @ s.a @ s.b + x @ (s.a @ s.b), w=(5, 5), a=(5, 2), b=(2, 5)), rnd(B, 4, 5)
     ),
     "einsum": lambda: (Call(lambda s, x: torch.einsum("btd,hde->bhte", x, s.w), w=(2, 5, 3)), rnd(B, 4, 5)),
+    "einsum_time_first": lambda: (  # attention whose keys come from constants that were repeated for each sample
+        Call(lambda s, x: einsum_time_first(s, x.transpose(0, 1)).transpose(0, 1), u=(2, 4), k=(5, 2, 4), q=(5, 2, 4)),
+        rnd(B, 7, 5),
+    ),
+    "einsum_time_first_of_several_batches": lambda: (
+        Call(lambda s, x: einsum_time_first(s, x.transpose(0, 1)).transpose(0, 1), u=(2, 4), k=(5, 2, 4), q=(5, 2, 4)),
+        rnd(B, 2 * B, 5),
+    ),
     "tensordot": lambda: (Call(lambda s, x: torch.tensordot(x, s.w, ([2], [1])), w=(2, 5, 3)), rnd(B, 4, 5)),  # out=None
     "relative_bias": lambda: (
         Call(lambda s, x: (s.t[s.index].permute(2, 0, 1).softmax(-1) @ s.m[0](x)[:, None]).sum(1), nn.Linear(4, 4),
@@ -267,6 +296,32 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     return model
+
+
+def einsum_time_first(s: Call, x: Tensor) -> Tensor:
+    places = torch.linspace(-1, 1, 2 * x.shape[0], dtype=x.dtype, device=x.device)
+    places = (places[:, None] * torch.arange(1, 6, device=x.device)).sin()[:, None].expand(-1, x.shape[1], -1)
+    keys = torch.einsum("jbe,ehd->jbhd", places, s.k)
+    queries = torch.einsum("ibe,ehd->ibhd", x, s.q)
+    return torch.einsum("ibhd,jbhd->bhij", queries + s.u, keys).softmax(-1).permute(2, 0, 1, 3).flatten(2)
+
+
+def written_over(where, value):
+    def forward(s: Call, x: Tensor) -> Tensor:
+        x = s.m[0](x) * 2
+        x[where(x, s)] = value(s)
+        return s.m[1](x)
+
+    return forward
+
+
+def into_constants(s: Call, x: Tensor) -> Tensor:
+    places = torch.empty_like(x)
+    for i in range(len(x)):
+        places[i, :2] = s.p.tanh()
+        places[i, 2:] = s.p.tanh()[0]
+        places[i, 9:] = s.p[0]  # nothing
+    return s.m[0](x + places)
 
 
 def cells(s: Call, x: Tensor) -> Tensor:

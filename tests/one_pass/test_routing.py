@@ -98,6 +98,33 @@ def test_equals_the_loop(apply: Apply, which: str, M: int) -> None:
     assert_exact(Sorted(apply), batch, loss, M)
 
 
+class Languages(nn.Module):
+    """Sequences that are picked whole, each for its language's layers, tied ones among them, as in X-MOD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.tied = nn.Linear(D, D), nn.Linear(D, D)
+        self.adapters = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(D))
+        self.double()
+
+    def forward(self, x: Tensor, language: Tensor) -> Tensor:
+        x = self.inp(x)
+        out = torch.zeros_like(x)
+        for i, adapter in enumerate(self.adapters):
+            rows = x[language == i]
+            out[language == i] = self.tied(self.tied(adapter(rows).tanh()) * self.scale)
+        return (out + x).flatten(1)
+
+
+@pytest.mark.parametrize("M", [1, 3, 5])
+def test_sequences_that_were_picked_whole(M: int) -> None:
+    torch.manual_seed(1)
+    language = torch.randint(0, 2, (B,))
+    assert_exact(Languages(), (torch.randn(B, T, D, dtype=torch.float64), language), loss, M)
+
+
 def test_parts_of_one_size_are_told_by_their_number() -> None:
     """split(n) gives its outputs no sizes of their own; the loop would cut other rows, so squares are made by hand."""
     torch.manual_seed(1)

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .exchange import Open
-from .groups import Groups, UnsupportedUse, without_samples
+from .groups import UnsupportedUse, without_samples
 from .mini_batch import MiniBatch, Mode
 from .ops.base import OPERATIONS, as_called
 from .weight import Followed, Handle, lift, names_of
@@ -132,7 +132,7 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
     if mini.probe is not None:
         for a, p, b in zip(leaves, plain, batched, strict=True):
             if p:
-                mini.probe.saw(names, name, a, mini.groups.axis_of(a.shape) if b else None)
+                mini.probe.saw(names, name, a, _axis_in(mini, a, name, names) if b else None)
     given = [a if b else h for a, h, b in zip(leaves, handles, batched, strict=True)]
 
     def call(*tensors: Any) -> Any:
@@ -149,7 +149,8 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
             each = args[1] if isinstance(args[1], tuple) else (args[1],)
             one_to_one = one_to_one and all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in each)
         return _lift_result(mini, call, name, held, one_to_one)
-    return _per_group(mini, call, name, names, [g for g in given if g is not None])
+    labels = _labels(leaves, given) if name == "einsum" else None
+    return _per_group(mini, call, name, names, [g for g in given if g is not None], labels)
 
 
 def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
@@ -227,18 +228,39 @@ class Derive(Function):
         return (None, None, None, *grads)
 
 
-def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Handle | Tensor]) -> Any:
+def _labels(leaves: list[Any], given: list[Any]) -> list[str] | None:
+    """The labels of an einsum's dimensions, for each of its operands that are `given` and for its result.
+
+    None where it is not written with labels, or leaves some to an ellipsis.
+    """
+    equation = leaves[0]
+    if not isinstance(equation, str) or "." in equation:
+        return None
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow:
+        right = "".join(sorted(label for label in set(left) - {","} if left.count(label) == 1))
+    operands = [g for a, g in zip(leaves, given, strict=True) if isinstance(a, Tensor)]
+    return [each for each, g in zip(left.split(","), operands, strict=False) if g is not None] + [right]
+
+
+def _per_group(
+    mini: MiniBatch, call: Any, name: str, names: str, given: list[Handle | Tensor], labels: list[str] | None
+) -> Any:
     """One call per group under vmap, with the parameters' own copy for each."""
     groups = mini.groups
-    axes = [_axis_of(groups, a, name, names) if isinstance(a, Tensor) else -1 for a in given]
-    axis, shape = -1, torch.Size()  # of the batched argument of most dimensions
-    for a, at in zip(given, axes, strict=True):
+    axes = [_axis_of(mini, a, name, names) if isinstance(a, Tensor) else -1 for a in given]
+    widest, axis, shape = 0, -1, torch.Size()  # of the batched argument of most dimensions
+    for i, (a, at) in enumerate(zip(given, axes, strict=True)):
         if isinstance(a, Tensor) and a.ndim > len(shape):
-            axis, shape = at, a.shape
+            widest, axis, shape = i, at, a.shape
+    # Where the batch is in each other argument, and in the result.
+    under: list[int | None] = [None] * (len(given) + 1)
+    if labels is not None:
+        under = [each.find(labels[widest][axis]) for each in labels]
     pieces, rows = [], []  # of each argument, per stretch; samples of a group
-    for a, at in zip(given, axes, strict=True):
+    for a, at, below in zip(given, axes, under, strict=False):
         if isinstance(a, Handle):
-            pieces.append(own_copies(mini, name, a, axis, shape))
+            pieces.append(own_copies(mini, name, a, axis, shape, below))
         else:
             stacked = groups.stack(a, at)
             pieces.append([x.movedim(1, at + 1) if at else x for x in stacked])
@@ -255,7 +277,8 @@ def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Ha
     merged = []
     for outs in zip(*[f[0] for f in flat], strict=True):
         first = outs[0]
-        where = [a for a in (axis, *range(first.ndim - 1)) if a + 1 < first.ndim and first.shape[a + 1] in rows]
+        likely = (axis if under[-1] is None else under[-1], *range(first.ndim - 1))
+        where = [a for a in likely if 0 < a + 1 < first.ndim and first.shape[a + 1] in rows]
         if not where:
             raise UnsupportedUse(
                 f"{names} goes through {name}, whose result of shape {tuple(first.shape[1:])} per "
@@ -276,23 +299,39 @@ def _per_group(mini: MiniBatch, call: Any, name: str, names: str, given: list[Ha
     return as_called(result, call, *values)
 
 
-def _axis_of(groups: Groups, x: Tensor, name: str, names: str) -> int:
+def _axis_in(mini: MiniBatch, x: Tensor, name: str, names: str) -> int | None:
+    """The batch dimension of x: the one that a check has found out, or the one that its shape suggests."""
+    found = mini.facts.findings.axes
+    axis = found.get((names, name)) if found else None
+    if axis is not None and axis < x.ndim and x.shape[axis] == mini.groups.batch:
+        return axis
+    return mini.groups.axis_of(x.shape)
+
+
+def _axis_of(mini: MiniBatch, x: Tensor, name: str, names: str) -> int:
     if x.ndim == 0:
         raise without_samples(names, f"goes through {name} with a scalar of the batch")
-    axis = groups.axis_of(x.shape)
+    axis = _axis_in(mini, x, name, names)
     if axis is None:
         raise UnsupportedUse(
             f"{names} goes through {name} with a tensor of shape {tuple(x.shape)}, in which no dimension is the batch "
-            f"of {groups.batch}; keep the batch in dimension {groups.axis}"
+            f"of {mini.groups.batch}; keep the batch in dimension {mini.groups.axis}"
         )
     return axis
 
 
-def own_copies(mini: MiniBatch, name: str, h: Handle, axis: int, shape: torch.Size) -> list[Tensor]:
-    """Per stretch, the copies of a lifted value, cut to each group's samples where it lies along the batch's `axis`."""
+def own_copies(
+    mini: MiniBatch, name: str, h: Handle, axis: int, shape: torch.Size, under: int | None = None
+) -> list[Tensor]:
+    """Per stretch, the copies of a lifted value, cut to each group's samples where it lies along the batch's `axis`.
+
+    Its own dimension there is `under`, or -1; None where the operation lines its arguments up from the right, or not.
+    """
     groups, tag, size = mini.groups, mini.grouped(h), shape[axis]
-    under = axis - (len(shape) - h.value.ndim)
-    aligned = name in ALIGNED or (name in PRODUCTS and under < h.value.ndim - 2)
+    aligned = under is not None
+    if under is None:
+        under = axis - (len(shape) - h.value.ndim)
+        aligned = name in ALIGNED or (name in PRODUCTS and under < h.value.ndim - 2)
     if not aligned or under < 0 or h.value.shape[under] != size or size == 1:
         return [tag[s.lo : s.hi] for s in groups.stretches]
     times, copies = size // groups.batch, []

@@ -73,6 +73,14 @@ def routed_shares(kappa: int, ids: Tensor, left: Tensor, right: Tensor) -> Tenso
     return torch.stack([a.t() @ b for a, b in _by_group(kappa, ids, left, right)])
 
 
+def _vectors(use: base.Use, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The group of each vector of rows in any order, which may be sequences of vectors; and these tensors' vectors."""
+    ids, x = use.routed.ids, tensors[0]
+    if x.ndim > 2:
+        ids = ids.repeat_interleave(x.shape[1:-1].numel())
+    return (ids, *(t.reshape(-1, t.shape[-1]) for t in tensors))
+
+
 ROUTED = base.Kernel(routed_square, routed_shares)
 
 
@@ -101,11 +109,12 @@ def _gradients(ctx: Any, x: Tensor, w: Tensor, small: Tensor | None, g: Tensor) 
         dx = cast(dx, x.dtype)
     weight, bias = base.wanted(ctx, 0), base.wanted(ctx, 1)
     if use.routed is not None:
+        ids, x, g = _vectors(use, x, g)
         if weight is not None:
             left, right = (x.to(g.dtype), g) if flip else (g, x.to(g.dtype))
-            pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, use.routed.ids, left, right)
+            pair = base.deliver_at_once(groups, weight, ROUTED, groups.kappa, ids, left, right)
         if bias is not None:
-            shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, use.routed.ids, g)
+            shares = g.new_zeros(groups.kappa, g.shape[-1]).index_add(0, ids, g)
             pair_b = base.deliver_at_once(groups, bias, base.SUMS, shares)
         return base.returned(ctx, dx, pair, pair_b)
     Gs = groups.split(g, use.axis, 1)
@@ -118,7 +127,7 @@ def _gradients(ctx: Any, x: Tensor, w: Tensor, small: Tensor | None, g: Tensor) 
 
 
 class Linear(base.Squaring):
-    """y = x wᵀ + b, or x w + b where the settings are True; x (..., i), or (n, i) with rows in any order."""
+    """y = x wᵀ + b, or x w + b where the settings are True; x (..., i), or (n, ..., i) with rows in any order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, use: base.Use, w: Tensor, tag: Any, b: Any, tag_b: Any) -> Tensor:
@@ -150,7 +159,7 @@ def _rows(use: base.Use, g: Tensor, x: Tensor, tokens: Tensor) -> Tensor:
     if use.routed is None:
         each = zip(*(use.groups.split(t, use.axis, 1) for t in (g, x)), named, strict=True)
         return join([kernels.gemm_rows(G, X, at).flatten(0, 1) for G, X, at in each])
-    groups = _by_group(use.groups.kappa, use.routed.ids, g, x)
+    groups = _by_group(use.groups.kappa, *_vectors(use, g, x))
     own = [at[i : i + 1] for at in named for i in range(len(at))]
     return torch.cat([kernels.gemm_rows(G[None], X[None], at)[0] for (G, X), at in zip(groups, own, strict=True)])
 

@@ -32,6 +32,7 @@ from .probe import Trial, differentiable, setting
 CLOSE = 1e-4
 AGREEMENT = {8: 1e-4, 4: 2e-2, 2: 0.15}
 ROOM = 1 << 20  # elements that are compared at a time
+SHOWN = 10  # parameters that a message names
 PIECES = 8  # the parameters are compared in so many pieces,
 PIECE = 1 << 18  # or fewer of at least so many elements
 
@@ -314,7 +315,21 @@ def _hold_against_loop(trial: Trial, tolerance: float | None) -> None:
                 found.append(Difference.of(entry, (got[i], sq), (wants.pop(i), squares.pop(i))))
             got[i] = got[i + len(part)] = None
     _restart(entries)
-    _judge(found, tolerance)
+
+    def strays(entry: Entry) -> bool:
+        """Whether the cotangents of one micro-batch's outputs arrive at another's rows: then Σ c_k s_k² ≠ c_0 g²."""
+        own = [s if d is None else torch.zeros_like(s) for s, d in zip(seeds, axes, strict=True)]
+        for mine, s, d in zip(own, seeds, axes, strict=True):
+            if d is not None:
+                mine.narrow(d, 0, groups.micro).copy_(s.narrow(d, 0, groups.micro))
+        g, arrived = _grad(trial, [entry.param, entry.companion], own)
+        _restart(entries)
+        if g is None or arrived is None:
+            return False
+        g = g.to(wide(g.dtype))
+        return _rms(entry.shaped(arrived), c[0] * g.square()) > 0.01 * _rms(g.square())
+
+    _judge(found, tolerance, strays if batched else None)
 
 
 def _restart(entries: list[Entry]) -> None:
@@ -341,7 +356,18 @@ def _grad(trial: Trial, leaves: list[Tensor], seeds: list[Tensor]) -> list[Tenso
         trial.mini.probe = None  # checkpoints recompute their forward in here
         return differentiated(differentiable(outputs), leaves, seeds)
 
-    return list(trial.run(differentiate, backward=True)[1])
+    found = list(trial.run(differentiate, backward=True)[1])
+    with torch._C.DisableTorchFunctionSubclass():
+        entries = trial.mini.facts.order
+        left = [e.name for e in entries if e.param.grad is not None or e.companion.grad is not None]
+        for e in entries if left else ():
+            e.param.grad = e.companion.grad = None
+    if left:  # although gradients were only asked for
+        raise UnsupportedUse(
+            f"{left[0]} gets its gradient from a backward that runs inside of the model's backward (a reversible "
+            "layer? another custom autograd.Function?), which cannot be held against a loop; loop over micro-batches"
+        )
+    return found
 
 
 def differentiated(outputs: list[Tensor], leaves: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
@@ -375,10 +401,10 @@ class Difference(NamedTuple):
         return cls(entry, (far[0], far[1]), sizes)
 
 
-def _judge(found: list[Difference], tolerance: float | None) -> None:
+def _judge(found: list[Difference], tolerance: float | None, strays: Callable[[Entry], bool] | None = None) -> None:
     """Refuse what is further apart than `tolerance`, or than its own precision allows."""
     largest = max((d.size[0] for d in found), default=0.0)
-    wrong = []
+    wrong, first = [], None
     for entry, apart, sizes in found:
         own = entry.param.dtype.itemsize
         reduced = torch.is_autocast_enabled(entry.param.device.type) or own not in AGREEMENT
@@ -388,10 +414,18 @@ def _judge(found: list[Difference], tolerance: float | None) -> None:
             scale = max(size, least)
             if scale and not far <= limit * scale:
                 wrong.append(f"{entry.name}: its {kind} is off by {far / scale:.1g} (through {entry.through})")
+                first = first or entry
                 break
-    if wrong:
+    if first is not None:
+        why = (
+            "the gradient of one micro-batch's outputs arrives at rows of another: samples meet inside the model, as "
+            "in attention or a product over the batch, or rows are not where batch_dim says"
+            if strays is not None and strays(first)
+            else "either samples of two micro-batches influence each other, or an operation is not covered, or a hook "
+            "or backward of yours is not linear in the gradient (it clamps?), smaller in one pass"
+        )
         raise UnsupportedUse(
-            "one pass and the loop over micro-batches disagree on this model:\n  " + "\n  ".join(wrong) + "\nEither "
-            "samples of two micro-batches influence each other, or an operation is not covered, or a hook or backward "
-            "of yours is not linear in the gradient (it clamps?), smaller in one pass; loop over micro-batches"
+            f"one pass and the loop over micro-batches disagree on this model: {why}; loop over micro-batches."
+            + "".join(f"\n  {each}" for each in wrong[:SHOWN])
+            + f"\n  and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
         )

@@ -325,7 +325,8 @@ def _rows_agree(first: list[Record], second: list[Record], groups: Groups, chang
 
 
 def _other_axis(first: list[Record], second: list[Record], groups: Groups, changed: int) -> int | None:
-    """Another dimension of size B that holds the batch in all records of a use, if there is one."""
+    """Another dimension of size B that holds the batch in all records of a use but constants, if there is one."""
+    first, second = ([r for r in records if r.placed] for records in (first, second))
     both = (*first, *second)
     if any(r.axis is None for r in both) or not first:
         return None
