@@ -1,5 +1,5 @@
-"""Operations in which each group meets its own copy of a parameter: element by element against the batch, written into
-it, spread over it as class tokens and queries are, and row by row."""
+"""Operations in which each group meets its own copy of a parameter: element by element against the batch, spread over
+the batch as class tokens and queries are, and row by row."""
 
 from __future__ import annotations
 
@@ -83,27 +83,6 @@ def expand(mini: MiniBatch, func: Any, input: Any, *sizes: Any) -> Any:
 def expand_as(mini: MiniBatch, func: Any, input: Any, other: Tensor) -> Any:
     """`expand` to the shape of another tensor."""
     return dispatch(Tensor.expand, (input, *other.shape), {})
-
-
-@base.operation("__setitem__")
-def written(mini: MiniBatch, func: Any, x: Any, index: Any, value: Any) -> Any:
-    """x[index] = a parameter, along last dimensions that the index leaves whole: a mask's token, a class token."""
-    if mini.holds(x) or not mini.holds(value) or value.ndim > _left_whole(x, index):
-        return NotImplemented
-    places = torch.zeros_like(x, dtype=torch.bool)
-    places[index] = True
-    x.copy_(dispatch(torch.where, (places, value, x), {}))
-    return None
-
-
-def _left_whole(x: Tensor, index: Any) -> int:
-    """How many of the last dimensions of x an index takes as they are."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    while parts and isinstance(parts[-1], slice) and parts[-1] == slice(None):
-        parts.pop()
-    if not all(isinstance(part, (int, slice, Tensor)) and not isinstance(part, bool) for part in parts):
-        return 0
-    return x.ndim - sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts)
 
 
 @base.operation("prelu")
