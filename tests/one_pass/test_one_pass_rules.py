@@ -79,6 +79,8 @@ CASES = {
     "conv_transpose3d": lambda: (nn.ConvTranspose3d(2, 3, 2), rnd(B, 2, 3, 3, 3)),
     "embedding": lambda: (seq(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 4)), tokens(B, 6)),
     "embedding_single": lambda: (nn.Embedding(4, 4), tokens(B, high=4)),
+    "embedding_sparse": lambda: (nn.Embedding(9, 4, sparse=True), tokens(B, 6)),
+    "embedding_bag_sparse": lambda: (nn.EmbeddingBag(9, 4, mode="sum", sparse=True), tokens(B, 6)),
     "embedding_bag_mean": lambda: (nn.EmbeddingBag(9, 4, mode="mean", padding_idx=2), tokens(B, 6)),
     "embedding_bag_sum": lambda: (nn.EmbeddingBag(9, 4, mode="sum"), tokens(B, 6)),
     "embedding_bag_max": lambda: (nn.EmbeddingBag(9, 4, mode="max"), tokens(B, 6)),

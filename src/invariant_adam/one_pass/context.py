@@ -372,6 +372,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if grad is None:
             return None
         if mini.single:
+            if grad.is_sparse:
+                grad = grad.to_dense()  # its pieces are summed before the square
             square = grad.detach().to(companion.dtype).square()
         else:
             assert square is not None

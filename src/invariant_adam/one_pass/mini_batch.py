@@ -94,6 +94,11 @@ class MiniBatch:
                 f"one_pass met {name} on a parameter before the model was called; call the model "
                 "itself (its forward shows the batch), or pass batch_size= and check=False"
             )
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedUse(
+                f"{name} on a parameter runs inside of torch.func (vmap, grad, jvp), which one_pass does not follow; "
+                "write it with operations on the batch, or loop over micro-batches"
+            )
         if torch.compiler.is_compiling() and not self.facts.findings.passed:
             raise UnsupportedUse(
                 "a compiled model must be checked before it is traced: pass the compiled module itself to one_pass"

@@ -349,7 +349,8 @@ def differentiated(outputs: list[Tensor], leaves: list[Tensor], seeds: list[Tens
     # Edges instead of parameters, which would send the whole backward through `dispatch`.
     with torch._C.DisableTorchFunctionSubclass():
         edges = [get_gradient_edge(t) for t in leaves]
-    return list(torch.autograd.grad(outputs, edges, seeds, allow_unused=True))
+    grads = torch.autograd.grad(outputs, edges, seeds, allow_unused=True)
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
 
 def _rms(t: Tensor, other: Tensor | None = None) -> float:
@@ -387,7 +388,8 @@ def _judge(found: list[Difference], tolerance: float | None) -> None:
         for kind, far, size, least in zip(("gradient", "square"), apart, sizes, (floor, floor**2), strict=True):
             scale = max(size, least)
             if scale and not far <= limit * scale:
-                wrong.append(f"{entry.name}: its {kind} is off by {far / scale:.1g} (through {entry.through})")
+                how = f"is off by {far / scale:.1g}" if far < math.inf else "is missing"
+                wrong.append(f"{entry.name}: its {kind} {how} (through {entry.through})")
                 break
     if wrong:
         raise UnsupportedUse(

@@ -31,7 +31,7 @@ from ..mini_batch import MiniBatch
 from ..model import Site
 from ..ops.base import Squaring
 from ..ops.batch_norm import ghosts
-from ..routing import sample_groups
+from ..routing import routed, sample_groups
 from ..weight import Lifted
 from .against_loop import check_gradients, coincides, evaluating, few_of, sizes
 from .lengths import Look, extremes, input_sizes, look, surprising
@@ -168,10 +168,16 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
     summed = partial(summed_up, batch=groups.batch)
     seen = False
     for _ in range(8):
-        base, outputs = trial.run()
+        try:
+            base, outputs = trial.run()
+        except UnsupportedUse as error:
+            _reconsider(trial, error)
+            continue
         before = facts.findings
         alone = [o for o in outputs if isinstance(o, Lifted)]
         _find_leaks(mini, outputs)
+        if additive and mini.reduction == "mean":
+            _refuse_unequal(groups, outputs)
         outputs = summed_up(outputs, groups.batch)
         if not ghostly:
             tell("its forward beside the plain one")
@@ -210,6 +216,25 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
     if not facts.findings.passed or coincides(trial):
         check_gradients(trial, tell)
     return seen, now
+
+
+def _reconsider(trial: Trial, error: UnsupportedUse) -> None:
+    """Where a run is refused, say so of a custom Function behind it, or find constants that were taken for the batch.
+
+    Their size made them look like it, until an operation further down could not go on. If there are none, it stays
+    refused.
+    """
+    with trial.plainly():
+        try:
+            outputs = trial.run()[1]
+        except Exception:
+            raise error from None
+    _find_leaks(trial.mini, outputs)
+    before = trial.mini.facts.findings
+    if error.probe is not None:
+        _compare_shapes(trial, error.probe)
+    if trial.mini.facts.findings is before:
+        raise error
 
 
 def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
@@ -429,7 +454,8 @@ def _check_losses(trial: Trial, outputs: list[Any]) -> None:
         if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
             raise UnsupportedUse(
                 f"the model's scalar output is not a mean over micro-batches: it is {whole:.6g}, theirs have the mean "
-                f"{mean:.6g}. Unequal numbers of tokens need weights=; batch-wide terms need the loop"
+                f"{mean:.6g}. Unequal numbers of tokens need weights=, a sum over samples "
+                'reduction="sum", batch-wide terms the loop'
             )
 
 
@@ -459,9 +485,29 @@ def _check_shares(trial: Trial, losses: list[int]) -> None:
             if (share - own).norm() > (0.05 if got.dtype.itemsize < 4 else 0.01) * own.norm():
                 raise UnsupportedUse(
                     f"the model's scalar output is not a mean over micro-batches: number {k} has "
-                    f"{share.norm() / own.norm():.3g} of its share. Unequal numbers of tokens need weights=; "
-                    "batch-wide terms need the loop"
+                    f"{share.norm() / own.norm():.3g} of its share. Unequal numbers of tokens need weights=, a sum "
+                    'over samples reduction="sum", batch-wide terms the loop'
                 )
+
+
+def _refuse_unequal(groups: Groups, outputs: list[Any]) -> None:
+    """Refuse outputs of picked rows, of which micro-batches have unequal shares: a mean over them has unequal shares.
+
+    A loss that the model returns is looked at itself.
+    """
+    tensors = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+    for o in [] if any(o.ndim == 0 for o in tensors) else tensors:
+        found = routed(o, groups)
+        if found is None:
+            continue
+        counts = found.ids.bincount(minlength=groups.kappa).tolist()
+        sizes = [(s.last - s.first) // (s.hi - s.lo) for s in groups.stretches for _ in range(s.lo, s.hi)]
+        if any(n * groups.batch != len(found.ids) * size for n, size in zip(counts, sizes, strict=True)):
+            raise UnsupportedUse(
+                f"the model returns rows that it picked by index, {', '.join(map(str, counts[:4]))}"
+                f"{', ...' if len(counts) > 4 else ''} of its micro-batches: a mean over them does not give each "
+                "micro-batch its share. Pass weights=, the rows of each sample, or loop over micro-batches"
+            )
 
 
 def _find_leaks(mini: MiniBatch, outputs: list[Any]) -> None:

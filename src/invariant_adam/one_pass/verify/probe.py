@@ -137,6 +137,9 @@ class Trial(NamedTuple):
                 outputs = _leaves(self.model(*args, **kwargs))
                 probe.drew = any(not torch.equal(a, b) for a, b in zip(before, self._random(), strict=True))
                 return probe, outputs if then is None else then(outputs)
+        except UnsupportedUse as error:
+            error.probe = probe
+            raise
         finally:
             if not facts.findings.renormed and any(len(uses) > 1 for uses in mini.normed.values()):
                 facts.find(renormed=True)
