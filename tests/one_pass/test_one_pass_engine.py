@@ -144,9 +144,24 @@ def test_compiled_model_must_be_the_one_that_is_passed() -> None:
     torch._dynamo.reset()
     model = nn.Linear(3, 2)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(Exception, match="called|compiled"), one_pass(model, 1):  # noqa: RUF043
+    with pytest.raises(UnsupportedUse, match="give one_pass what torch.compile returned"), one_pass(model, 1):
         compiled(torch.randn(4, 3)).sum().backward()
     assert type(model.weight) is nn.Parameter
+
+
+@TRACING
+def test_a_model_compiled_in_place(batch) -> None:
+    """`model.compile()`, after which hooks of the model are traced with it."""
+    torch._dynamo.reset()
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = Net().double()
+    model.compile(fullgraph=True, backend="aot_eager")
+    for M in (2, B, 2):
+        before = counters["stats"]["unique_graphs"]
+        assert_exact(model, batch, exact_loss, M)
+    assert counters["stats"]["unique_graphs"] == before
 
 
 def test_sum_reduction() -> None:
@@ -474,6 +489,12 @@ def test_a_custom_function_that_hides_a_parameter_is_refused(check: bool) -> Non
 def test_a_parameter_both_hidden_and_seen_is_refused() -> None:
     model = Apply(lambda s, x: Hidden.apply(s.m[0](x), s.w) * s.w, nn.Linear(3, 3), w=torch.randn(3))
     refused(model, torch.randn(B, 3), match="w goes through Hidden")
+
+
+def test_a_first_mini_batch_with_a_nan_is_not_taken_for_a_fault_of_the_model() -> None:
+    x = torch.randn(B, 4)
+    x[3] = torch.nan
+    refused(nn.Linear(4, 2), x, match=r"not finite \(weight\).*leave this mini-batch out")
 
 
 def test_a_custom_function_is_named_where_what_it_made_is_refused_first() -> None:

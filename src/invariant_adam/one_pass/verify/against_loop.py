@@ -379,6 +379,13 @@ class Difference(NamedTuple):
 def _judge(found: list[Difference], tolerance: float | None) -> None:
     """Refuse what is further apart than `tolerance`, or than its own precision allows."""
     largest = max((d.size[0] for d in found), default=0.0)
+    no_numbers = [d.entry.name for d in found if any(map(math.isnan, (*d.apart, *d.size)))]
+    if no_numbers:
+        raise UnsupportedUse(
+            "the mini-batch on which one_pass would check the model gives gradients that are not finite "
+            f"({', '.join(no_numbers[:5])}{', ...' if len(no_numbers) > 5 else ''}), which cannot be compared; look "
+            " for NaN and infinities in samples and weights, leave this mini-batch out, or loop over micro-batches"
+        )
     wrong = []
     for entry, apart, sizes in found:
         own = entry.param.dtype.itemsize
