@@ -144,7 +144,7 @@ def test_compiled_model_must_be_the_one_that_is_passed() -> None:
     torch._dynamo.reset()
     model = nn.Linear(3, 2)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(UnsupportedUse, match="give one_pass what torch.compile returned"), one_pass(model, 1):
+    with pytest.raises(UnsupportedUse, match=r"give one_pass what torch\.compile returned"), one_pass(model, 1):
         compiled(torch.randn(4, 3)).sum().backward()
     assert type(model.weight) is nn.Parameter
 

@@ -409,13 +409,13 @@ class _AroundGraph:
     """
 
     def __init__(self, context: one_pass) -> None:
-        self.model: Any = context.model
-        self.compiled = compiled = self.model._compiled_call_impl
+        self.model = context.model
+        self.compiled: Any = self.model._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             context.before_forward(context.model, args, kwargs)
             try:
-                return compiled(*args, **kwargs)
+                return self.compiled(*args, **kwargs)
             finally:
                 context.after_forward(context.model)
 

@@ -384,7 +384,7 @@ def _judge(found: list[Difference], tolerance: float | None) -> None:
         raise UnsupportedUse(
             "the mini-batch on which one_pass would check the model gives gradients that are not finite "
             f"({', '.join(no_numbers[:5])}{', ...' if len(no_numbers) > 5 else ''}), which cannot be compared; look "
-            " for NaN and infinities in samples and weights, leave this mini-batch out, or loop over micro-batches"
+            "for NaN and infinities in samples and weights, leave this mini-batch out, or loop over micro-batches"
         )
     wrong = []
     for entry, apart, sizes in found:
