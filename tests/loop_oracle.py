@@ -36,6 +36,7 @@ def loop(model: nn.Module, batch: tuple, loss: Loss, M: int, B: int, dims=0):
         grads = torch.autograd.grad(loss(model, cut(batch, lo, hi, dims)), params, allow_unused=True)
         for i, g in enumerate(grads):
             if g is not None:
+                g = g.to_dense()  # an embedding's may be sparse
                 seen[i] = True
                 total[i] += w * g
                 square[i] += w * g.double() ** 2

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from invariant_adam import InvariantAdam, reference
-from invariant_adam.fold import pair
+from invariant_adam.fold import hooks, pair
 from invariant_adam.fold import queue as fold_queue
 from invariant_adam.scaling import INVARIANT, Hyperparameters
 
@@ -809,11 +809,10 @@ def test_gradients_that_nobody_folded_are_refused():
 def test_lost_hooks_are_noticed_and_repaired():
     """Following the error's own remedy gives the run that lost nothing."""
     model, twin = mlp(), mlp()
-    for p in model[0].parameters():
-        p.requires_grad_(False)
     opt, other = InvariantAdam(model.named_parameters()), InvariantAdam(twin.parameters())
-    for p in model[0].parameters():
-        p.requires_grad_(True)
+    for i, (name, p) in enumerate(list(model[0].named_parameters())):  # replaced, as by a wrapper
+        opt.param_groups[0]["params"][i] = new = nn.Parameter(p.detach().clone())
+        setattr(model[0], name, new)
     x = batches(1)[0]
     loss(model, x).backward()
     with pytest.raises(RuntimeError, match=r"parameter '0.weight' that was never folded: the fold hooks of 2"):
@@ -852,6 +851,42 @@ def test_frozen_parameters_have_no_moments_until_they_are_unfrozen():
         for p, q in zip(m.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
             torch.testing.assert_close(o.state[p]["exp_avg_sq"], opt.state[q]["exp_avg_sq"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("fold", ["backward", "call"])
+def test_parameters_unfrozen_between_updates_are_folded_from_then_on(fold):
+    """Nothing is to be called after unfreezing; and none of it takes parameters from another optimizer."""
+    model, twin = mlp(), mlp()
+    opt = InvariantAdam(twin.parameters(), lr=1e-2, micro_batch_size=4)
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    late = InvariantAdam(model.parameters(), lr=1e-2, micro_batch_size=4, fold=fold)
+    assert not any(p.requires_grad for p in model[0].parameters())
+    xs = batches(6)
+    for i, x in enumerate(xs):
+        model[0].requires_grad_(i >= 2)
+        loss(model, x).backward()
+        if fold == "call":
+            late.fold()
+        loss(twin, x).backward(inputs=list((twin if i >= 2 else twin[2:]).parameters()))
+        if i % 2:
+            late.step()
+            opt.step()
+    late.state_dict(), opt.state_dict()  # which normalise the moments
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
+        torch.testing.assert_close(late.state[p]["exp_avg_sq"], opt.state[q]["exp_avg_sq"], rtol=1e-12, atol=0)
+
+    model[0].requires_grad_(False)
+    other = InvariantAdam(model[0].parameters())
+    assert hooks.owner(model[0].weight) is late.queue
+    model[0].requires_grad_(True)
+    loss(model, xs[0]).backward()
+    if fold == "call":
+        late.fold()
+    late.step()
+    with pytest.raises(RuntimeError, match="belongs to an InvariantAdam"):
+        other.zero_grad()
 
 
 def test_a_failed_backward_is_noticed_and_the_update_can_be_abandoned():

@@ -144,9 +144,24 @@ def test_compiled_model_must_be_the_one_that_is_passed() -> None:
     torch._dynamo.reset()
     model = nn.Linear(3, 2)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(Exception, match="called|compiled"), one_pass(model, 1):  # noqa: RUF043
+    with pytest.raises(UnsupportedUse, match=r"give one_pass what torch\.compile returned"), one_pass(model, 1):
         compiled(torch.randn(4, 3)).sum().backward()
     assert type(model.weight) is nn.Parameter
+
+
+@TRACING
+def test_a_model_compiled_in_place(batch) -> None:
+    """`model.compile()`, after which hooks of the model are traced with it."""
+    torch._dynamo.reset()
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = Net().double()
+    model.compile(fullgraph=True, backend="aot_eager")
+    for M in (2, B, 2):
+        before = counters["stats"]["unique_graphs"]
+        assert_exact(model, batch, exact_loss, M)
+    assert counters["stats"]["unique_graphs"] == before
 
 
 def test_sum_reduction() -> None:
@@ -501,6 +516,63 @@ def test_a_custom_function_that_hides_a_parameter_is_refused(check: bool) -> Non
 def test_a_parameter_both_hidden_and_seen_is_refused() -> None:
     model = Apply(lambda s, x: Hidden.apply(s.m[0](x), s.w) * s.w, nn.Linear(3, 3), w=torch.randn(3))
     refused(model, torch.randn(B, 3), match="w goes through Hidden")
+
+
+def test_a_first_mini_batch_with_a_nan_is_not_taken_for_a_fault_of_the_model() -> None:
+    x = torch.randn(B, 4)
+    x[3] = torch.nan
+    refused(nn.Linear(4, 2), x, match=r"not finite \(weight\).*leave this mini-batch out")
+
+
+def test_a_custom_function_is_named_where_what_it_made_is_refused_first() -> None:
+    """A layer is given a weight that went through a Function, and its bias: the Function is the cause."""
+
+    class Sign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w: Tensor) -> Tensor:
+            return w.sign()
+
+        @staticmethod
+        def backward(ctx, g: Tensor) -> Tensor:
+            return g
+
+    model = Apply(lambda s, x: F.linear(x, Sign.apply(s.w), s.m[0].bias), nn.Linear(4, 5), w=torch.randn(5, 4))
+    refused(model, torch.randn(B, 4), match="w goes through Sign")
+
+
+def test_operations_inside_of_vmap_are_refused() -> None:
+    model = Apply(lambda s, x: torch.func.vmap(s.m[0])(x), nn.Linear(4, 5))
+    refused(
+        model,
+        torch.randn(B, 4),
+        match=r"m.0.weight, m.0.bias goes through linear inside of a transform of torch.func \(vmap",
+    )
+
+
+def test_constants_of_the_batchs_size_that_do_not_run_as_the_batch() -> None:
+    """Where the layer is as wide as the batch: the vectors of a spectral norm, and a straight-through estimate."""
+    through = Apply(
+        lambda s, x: F.linear(x, s.w + (s.w.sign() - s.w).detach(), s.m[0].bias), nn.Linear(4, B), w=torch.randn(B, 4)
+    )
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, B)).eval()
+    for model in (through, spectral):
+        assert_exact(model.double(), (torch.randn(B, 4, dtype=torch.float64),), mean_square, 2)
+
+
+def test_a_model_that_returns_some_of_its_rows_needs_their_weights() -> None:
+    """A loss is then a mean over what is left of each micro-batch, in a loop of its own rows."""
+    torch.manual_seed(0)
+    model = Apply(lambda s, x: s.m[1](s.m[0](x)[x[:, 0] > 0]), nn.Linear(4, 5), nn.Linear(5, 3)).double()
+    x = torch.randn(B, 4, dtype=torch.float64)
+    x[:, 0] = torch.tensor([1.0, -1, 1, 1, -1, 1, 1, 1])
+    refused(model, x, match="picked by index, 1, 2, 1, 2 of its micro-batches.*weights=")
+    with one_pass(model, 2, weights=(x[:, 0] > 0).double()):
+        mean_square(model, (x,)).backward()
+    got, got_sq = model.m[0].weight.grad, model.m[0].weight.grad_sq
+    want = [torch.autograd.grad(mean_square(model, (rows,)), model.m[0].weight)[0] for rows in x.split(2)]
+    share = [count / 6 for count in (1, 2, 1, 2)]
+    torch.testing.assert_close(got, sum(a * g for a, g in zip(share, want, strict=True)))
+    torch.testing.assert_close(got_sq, sum(a * g**2 for a, g in zip(share, want, strict=True)))
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ CASES = {
     "conv_transpose3d": lambda: (nn.ConvTranspose3d(2, 3, 2), rnd(B, 2, 3, 3, 3)),
     "embedding": lambda: (seq(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 4)), tokens(B, 6)),
     "embedding_single": lambda: (nn.Embedding(4, 4), tokens(B, high=4)),
+    "embedding_sparse": lambda: (nn.Embedding(9, 4, sparse=True), tokens(B, 6)),
+    "embedding_bag_sparse": lambda: (nn.EmbeddingBag(9, 4, mode="sum", sparse=True), tokens(B, 6)),
     "embedding_bag_mean": lambda: (nn.EmbeddingBag(9, 4, mode="mean", padding_idx=2), tokens(B, 6)),
     "embedding_bag_sum": lambda: (nn.EmbeddingBag(9, 4, mode="sum"), tokens(B, 6)),
     "embedding_bag_max": lambda: (nn.EmbeddingBag(9, 4, mode="max"), tokens(B, 6)),
@@ -165,18 +167,6 @@ CASES = {
     ),
     "layer_scale": lambda: (Call(lambda s, x: s.m[0](x) * s.g, nn.Linear(5, 5), g=(5,)), rnd(B, 4, 5)),
     "in_place": lambda: (Call(in_place, nn.Linear(5, 5), g=(5,)), rnd(B, 4, 5)),
-    "written_token_of_a_mask": lambda: (
-        Call(lambda s, x, mask: write(s.m[0](x), mask, s.t), nn.Linear(5, 5), t=(5,)),
-        rnd(B, 4, 5), rnd(B, 4) > 0,
-    ),
-    "written_first": lambda: (
-        Call(lambda s, x: write(x.new_zeros(rows_of(x), 5, 5), (slice(None), slice(1, None)), s.m[0](x), 0, s.t.exp()),
-             nn.Linear(5, 5), t=(5,)),
-        rnd(B, 4, 5),
-    ),
-    "written_number": lambda: (
-        Call(lambda s, x: write(s.m[0](x), (..., 2), s.t[0]), nn.Linear(5, 5), t=(3,)), rnd(B, 4, 5)
-    ),
     "arithmetic": lambda: (
         Call(lambda s, x: (1 - s.a) * x / (s.b**2 + 1) - s.c + (s.a - x) + 2 / (s.b.exp() + x**2), a=(5,), b=(1,), c=()),
         rnd(B, 4, 5),
@@ -199,6 +189,11 @@ CASES = {
     ),
     "written_over_where_a_mask_is": lambda: (
         Call(written_over(lambda x, s: x[..., 0] > 0, lambda s: s.p * 2), nn.Linear(5, 5), nn.Linear(5, 4), p=(5,)),
+        rnd(B, 4, 5),
+    ),
+    "written_over_one_time_of_each": lambda: (
+        Call(written_over(lambda x, s: (torch.arange(len(x)), x.sum(-1).argmax(1)), lambda s: s.p.exp()),
+             nn.Linear(5, 5), nn.Linear(5, 4), p=(5,)),
         rnd(B, 4, 5),
     ),
     "written_over_time_first": lambda: (
@@ -309,7 +304,7 @@ def einsum_time_first(s: Call, x: Tensor) -> Tensor:
 def written_over(where, value):
     def forward(s: Call, x: Tensor) -> Tensor:
         x = s.m[0](x) * 2
-        x[where(x, s)] = value(s)
+        x[where(x, s)] = value(s).to(x.dtype)
         return s.m[1](x)
 
     return forward
@@ -347,15 +342,6 @@ def in_place(s: Call, x: Tensor) -> Tensor:
     y *= s.g.exp()
     y /= s.g.cosh()
     return y
-
-
-def write(y: Tensor, index, value: Tensor, first: int | None = None, token: Tensor | None = None) -> Tensor:
-    """y with values at an index; and with a token in the first place of time."""
-    y = y.clone()
-    y[index] = value.to(y.dtype)
-    if token is not None:
-        y[:, first] = token
-    return y.tanh()
 
 
 def tied(s: Call, x: Tensor) -> Tensor:

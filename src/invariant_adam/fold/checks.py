@@ -196,9 +196,9 @@ def unfolded(name: str, in_backward: bool, lost: int) -> str:
         return found + "call opt.fold() after each micro-batch's backward, before step()"
     if lost:
         return found + (
-            f"the fold hooks of {lost} parameters were missing (the parameters were copied, replaced or unfrozen "
-            "after the optimizer was built) and are registered now; call opt.abandon() and run the micro-batches "
-            "of this update again"
+            f"the fold hooks of {lost} parameters were missing (the parameters were copied or replaced after the "
+            "optimizer was built) and are registered now; call opt.abandon() and run the micro-batches of this update "
+            "again"
         )
     return found + (
         "it was assigned after the backward, by hand or by a wrapper such as DistributedDataParallel; drop the "

@@ -89,8 +89,19 @@ def own(p: Tensor, queue: FoldQueue) -> None:
     if handle is not None:
         handle.remove()
     taker = queue.taker if queue.in_backward else None
-    _owners[p] = (queue.taker, p.register_post_accumulate_grad_hook(taker.on_grad) if taker is not None else None)
+    _owners[p] = (queue.taker, None if taker is None else _register(p, taker.on_grad))
     pair.subscribe(p, taker)
+
+
+def _register(p: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register a hook for the gradients of `p`; of a frozen parameter, for those that it gets once it is unfrozen."""
+    if p.requires_grad:
+        return p.register_post_accumulate_grad_hook(hook)
+    p.requires_grad_(True)  # torch refuses a hook on a frozen tensor, and keeps one when it is frozen
+    try:
+        return p.register_post_accumulate_grad_hook(hook)
+    finally:
+        p.requires_grad_(False)
 
 
 def when_finished(function: Callable[[], None]) -> None:

@@ -78,6 +78,8 @@ class Moments:
     def follow(self, p: Tensor) -> dict[str, Any]:
         """The state of `p`, its moments where `p` is now: a model.to(...) may have come after the optimizer."""
         state = self.state[p]
+        if not state:  # unfrozen since the last update
+            self.ensure(p, self._index[p])
         m, dtype = state["exp_avg"], p.dtype
         if dtype != self.dtype:
             dtype = self.dtype_of(p)

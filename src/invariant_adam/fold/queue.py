@@ -87,14 +87,15 @@ class FoldQueue:
         for index, group in enumerate(moments.groups):
             for p in group["params"]:
                 moments.ensure(p, index)
-                if not p.requires_grad or (owner := hooks.owner(p)) is self:
+                owner = hooks.owner(p)
+                if owner is self or (not p.requires_grad and (owner is not None or p.is_inference())):
                     continue
                 if owner is not None and not take:
                     raise RuntimeError(
                         f"parameter {moments.name(p)} now belongs to an InvariantAdam that was built later on the same "
                         "parameters; drop one of the two"
                     )
-                missing += 1
+                missing += p.requires_grad
                 hooks.own(p, self)
         self._bound = params, pair.subscriptions
         self._trained = sum(trained for _, trained in params)

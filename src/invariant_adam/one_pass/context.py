@@ -153,8 +153,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
             entry.watcher = None if entry.taker is None else self._arrived
-        self.undo.append(self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
-        self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
+        if getattr(self.model, "_compiled_call_impl", None) is not None:
+            self.undo.append(_AroundGraph(self))
+        else:
+            self.undo.append(self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
+            self.undo.append(self.model.register_forward_hook(self.after_forward, always_call=True))
         self.undo.append(Tuples())
         self._patch()
         devices = {entry.companion.device for entry in entries}
@@ -255,7 +258,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
 
-    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
+        """See that the model's forward has ended; a hook of the model's."""
         if module is self.model and self.mini.mode is Mode.GROUPED:
             self.mini.mode = Mode.OUTSIDE
 
@@ -372,6 +376,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if grad is None:
             return None
         if mini.single:
+            if grad.is_sparse:
+                grad = grad.to_dense()  # its pieces are summed before the square
             square = grad.detach().to(companion.dtype).square()
         else:
             assert square is not None
@@ -394,6 +400,29 @@ class _Uncompiled:
 
     def remove(self) -> None:
         self.stance.__exit__(None, None, None)
+
+
+class _AroundGraph:
+    """A model compiled in place (`model.compile()`) is called between our two hooks, until `remove`.
+
+    Hooks that are registered run inside of its graph, where a trace would have to look into them.
+    """
+
+    def __init__(self, context: one_pass) -> None:
+        self.model = context.model
+        self.compiled: Any = self.model._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            context.before_forward(context.model, args, kwargs)
+            try:
+                return self.compiled(*args, **kwargs)
+            finally:
+                context.after_forward(context.model)
+
+        self.model._compiled_call_impl = call
+
+    def remove(self) -> None:
+        self.model._compiled_call_impl = self.compiled
 
 
 class _CallingThread:

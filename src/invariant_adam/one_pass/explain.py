@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +75,20 @@ def explain(
     args, kwargs = (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((), dict(batch))
     context = one_pass(model, micro_batch_size, batch_dim=batch_dim, batch_size=batch_size, check=False)
     problem, probe = None, Probe()
+
+    def run() -> Probe:
+        with torch.compiler.set_stance("force_eager"):
+            return Trial(context.mini, getattr(model, "_orig_mod", model), (args, kwargs)).run()[0]
+
     try:
         with context, torch.enable_grad():
             context.before_forward(model, args, kwargs)
             if not context.mini.single:
-                with torch.compiler.set_stance("force_eager"):
-                    probe, _ = Trial(context.mini, getattr(model, "_orig_mod", model), (args, kwargs)).run()
+                with suppress(UnsupportedUse):  # the check may still find out what is a constant
+                    probe = run()
                 context.facts.find(checked=frozenset(), looks={}, passed=False)
                 verify(context.mini, model, args, kwargs)
+                probe = run()
     except UnsupportedUse as error:
         problem = str(error)
     rows = [_row(entry, context.mini, probe) for entry in context.facts.order]

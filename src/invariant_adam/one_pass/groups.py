@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch import Tensor
 
 class UnsupportedUse(RuntimeError):  # noqa: N818 - it names what happened
     """A parameter is used in a way that one pass cannot square exactly."""
+
+    probe: Any = None  # what a run of the check has seen until it was refused
 
 
 def without_samples(names: str, what: str) -> UnsupportedUse:

@@ -42,7 +42,8 @@ class Sink:
         if missing:
             raise ValueError(
                 f"into= must hold all trainable parameters of the model, and has not {', '.join(missing[:5])}"
-                f"{' and others' if len(missing) > 5 else ''}; add them to the optimizer or freeze them"
+                f"{' and others' if len(missing) > 5 else ''}; add them to the optimizer, "
+                "built on the parameters that the model has now, or freeze them"
             )
         if any(entry.taker is None for entry in entries):  # nobody takes its pairs
             raise ValueError(

@@ -92,7 +92,8 @@ class MiniBatch:
         if self.mode is Mode.WAITING:
             raise UnsupportedUse(
                 f"one_pass met {name} on a parameter before the model was called; call the model "
-                "itself (its forward shows the batch), or pass batch_size= and check=False"
+                "itself (its forward shows the batch), or pass batch_size= and check=False. Of a compiled model give "
+                "one_pass what torch.compile returned and call that, and keep one_pass itself out of torch.compile"
             )
         if torch.compiler.is_compiling() and not self.facts.findings.passed:
             raise UnsupportedUse(

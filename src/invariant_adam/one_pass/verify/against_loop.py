@@ -375,7 +375,8 @@ def differentiated(outputs: list[Tensor], leaves: list[Tensor], seeds: list[Tens
     # Edges instead of parameters, which would send the whole backward through `dispatch`.
     with torch._C.DisableTorchFunctionSubclass():
         edges = [get_gradient_edge(t) for t in leaves]
-    return list(torch.autograd.grad(outputs, edges, seeds, allow_unused=True))
+    grads = torch.autograd.grad(outputs, edges, seeds, allow_unused=True)
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
 
 def _rms(t: Tensor, other: Tensor | None = None) -> float:
@@ -404,6 +405,13 @@ class Difference(NamedTuple):
 def _judge(found: list[Difference], tolerance: float | None, strays: Callable[[Entry], bool] | None = None) -> None:
     """Refuse what is further apart than `tolerance`, or than its own precision allows."""
     largest = max((d.size[0] for d in found), default=0.0)
+    no_numbers = [d.entry.name for d in found if any(map(math.isnan, (*d.apart, *d.size)))]
+    if no_numbers:
+        raise UnsupportedUse(
+            "the mini-batch on which one_pass would check the model gives gradients that are not finite "
+            f"({', '.join(no_numbers[:5])}{', ...' if len(no_numbers) > 5 else ''}), which cannot be compared; look "
+            "for NaN and infinities in samples and weights, leave this mini-batch out, or loop over micro-batches"
+        )
     wrong, first = [], None
     for entry, apart, sizes in found:
         own = entry.param.dtype.itemsize
@@ -413,7 +421,8 @@ def _judge(found: list[Difference], tolerance: float | None, strays: Callable[[E
         for kind, far, size, least in zip(("gradient", "square"), apart, sizes, (floor, floor**2), strict=True):
             scale = max(size, least)
             if scale and not far <= limit * scale:
-                wrong.append(f"{entry.name}: its {kind} is off by {far / scale:.1g} (through {entry.through})")
+                how = f"is off by {far / scale:.1g}" if far < math.inf else "is missing"
+                wrong.append(f"{entry.name}: its {kind} {how} (through {entry.through})")
                 first = first or entry
                 break
     if first is not None:

@@ -31,11 +31,11 @@ from ..mini_batch import MiniBatch
 from ..model import Site
 from ..ops.base import Squaring
 from ..ops.batch_norm import ghosts
-from ..routing import sample_groups
+from ..routing import routed, sample_groups
 from ..weight import Lifted
 from .against_loop import check_gradients, coincides, evaluating, few_of, sizes
 from .lengths import Look, extremes, input_sizes, look, surprising
-from .probe import TOLERANCE, Probe, Record, Trial, close, freed, setting, summed_up
+from .probe import TOLERANCE, Probe, Record, Trial, close, setting, summed_up
 from .progress import Progress
 from .rehearsal import rehearse
 
@@ -168,16 +168,16 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
     summed = partial(summed_up, batch=groups.batch)
     seen = False
     for _ in range(8):
-        before = facts.findings
         try:
             base, outputs = trial.run()
-        except UnsupportedUse:
-            _learn_from_refused(trial)
-            if facts.findings is before:
-                raise
+        except UnsupportedUse as error:
+            _reconsider(trial, error)
             continue
+        before = facts.findings
         alone = [o for o in outputs if isinstance(o, Lifted)]
         _find_leaks(mini, outputs)
+        if additive and mini.reduction == "mean":
+            _refuse_unequal(groups, outputs)
         outputs = summed_up(outputs, groups.batch)
         if not ghostly:
             tell("its forward beside the plain one")
@@ -218,19 +218,30 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
     return seen, now
 
 
-def _learn_from_refused(trial: Trial) -> None:
-    """What came before a refused operation may have been taken for a constant, and change with the samples.
+def _reconsider(trial: Trial, error: UnsupportedUse) -> None:
+    """Where a run is refused, find uses before it that were taken for constants, or for the batch's, and are not.
 
-    Or with their number alone, as a mask that is drawn for each sample.
+    What changes with the samples is the batch's, or with their number alone, as a mask that is drawn for each. What has
+    the batch's size, whatever that is, is a constant. If there is nothing to find, it stays refused; by the name of a
+    custom Function, where one is behind it.
     """
-    base, groups, facts = trial.seen(), trial.mini.groups, trial.mini.facts
+    groups, facts = trial.mini.groups, trial.mini.facts
+    base, before = error.probe or Probe(), facts.findings
+    with trial.plainly():
+        try:
+            outputs = trial.run()[1]
+        except Exception:
+            raise error from None
+    _find_leaks(trial.mini, outputs)
     others = [_exchange(trial, k)[0].seen() for k in {0, groups.kappa - 1}]
-    if groups.kappa > 1:
-        with trial.of_few(groups.kappa // 2) as small:
-            others.append(small.seen())
+    with trial.of_few(_fewer(trial)) as small:
+        others.append(small.seen())
     for site, records in base.records.items():
         if site not in facts.findings.batched and any(_changed(records, o.records.get(site, [])) for o in others):
             facts.find_batched(site)
+    _compare_shapes(trial, base)
+    if facts.findings is before:
+        raise error
 
 
 def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
@@ -303,18 +314,21 @@ def _compare_shapes(trial: Trial, base: Probe) -> None:
 
     This finds a constant whose length is the batch's and whose rows are all the same, as the types of tokens are.
     """
-    facts, kappa, few = trial.mini.facts, trial.mini.groups.kappa, few_of(trial)
-    try:
-        with trial.of_few(few if few < kappa else kappa // 2) as small:
-            other, _ = small.run(freed)
-    except Exception:  # that it does not run on a few alone is for the loop to say
-        return
+    facts = trial.mini.facts
+    with trial.of_few(_fewer(trial)) as small:
+        other = small.seen()  # if it does not run on a few alone, the loop will say so
     for site, records in base.records.items():
         same = {r.shape for r in other.records.get(site, ()) if r.ids is None and (r.axis is None or not r.varies)}
         if any(r.axis is not None and not r.varies and r.shape in same for r in records):
             if site in facts.findings.batched:
                 raise _unclear(site)
             facts.find(constant=facts.findings.constant | {site})
+
+
+def _fewer(trial: Trial) -> int:
+    """Fewer micro-batches than there are."""
+    few, kappa = few_of(trial), trial.mini.groups.kappa
+    return few if few < kappa else kappa // 2
 
 
 def _rows_agree(first: list[Record], second: list[Record], groups: Groups, changed: int) -> bool:
@@ -455,7 +469,8 @@ def _check_losses(trial: Trial, outputs: list[Any]) -> None:
         if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
             raise UnsupportedUse(
                 f"the model's scalar output is not a mean over micro-batches: it is {whole:.6g}, theirs have the mean "
-                f"{mean:.6g}. Unequal numbers of tokens need weights=; batch-wide terms need the loop"
+                f"{mean:.6g}. Unequal numbers of tokens need weights=, a sum over samples "
+                'reduction="sum", batch-wide terms the loop'
             )
 
 
@@ -485,9 +500,29 @@ def _check_shares(trial: Trial, losses: list[int]) -> None:
             if (share - own).norm() > (0.05 if got.dtype.itemsize < 4 else 0.01) * own.norm():
                 raise UnsupportedUse(
                     f"the model's scalar output is not a mean over micro-batches: number {k} has "
-                    f"{share.norm() / own.norm():.3g} of its share. Unequal numbers of tokens need weights=; "
-                    "batch-wide terms need the loop"
+                    f"{share.norm() / own.norm():.3g} of its share. Unequal numbers of tokens need weights=, a sum "
+                    'over samples reduction="sum", batch-wide terms the loop'
                 )
+
+
+def _refuse_unequal(groups: Groups, outputs: list[Any]) -> None:
+    """Refuse outputs of picked rows, of which micro-batches have unequal shares: a mean over them has unequal shares.
+
+    A loss that the model returns is looked at itself.
+    """
+    tensors = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+    for o in [] if any(o.ndim == 0 for o in tensors) else tensors:
+        found = routed(o, groups)
+        if found is None:
+            continue
+        counts = found.ids.bincount(minlength=groups.kappa).tolist()
+        sizes = [(s.last - s.first) // (s.hi - s.lo) for s in groups.stretches for _ in range(s.lo, s.hi)]
+        if any(n * groups.batch != len(found.ids) * size for n, size in zip(counts, sizes, strict=True)):
+            raise UnsupportedUse(
+                f"the model returns rows that it picked by index, {', '.join(map(str, counts[:4]))}"
+                f"{', ...' if len(counts) > 4 else ''} of its micro-batches: a mean over them does not give each "
+                "micro-batch its share. Pass weights=, the rows of each sample, or loop over micro-batches"
+            )
 
 
 def _find_leaks(mini: MiniBatch, outputs: list[Any]) -> None:

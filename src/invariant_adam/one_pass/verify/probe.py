@@ -149,6 +149,9 @@ class Trial(NamedTuple):
                 outputs = _leaves(self.model(*args, **kwargs))
                 probe.drew = before != chance.states(self.devices)
                 return probe, outputs if then is None else then(outputs)
+        except UnsupportedUse as error:
+            error.probe = probe
+            raise
         finally:
             if not facts.findings.renormed and any(len(uses) > 1 for uses in mini.normed.values()):
                 facts.find(renormed=True)
