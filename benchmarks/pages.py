@@ -5,6 +5,7 @@ python benchmarks/pages.py --check  exit code 1 when a page and the results diff
 """
 
 import json
+import math
 import re
 import sys
 import tempfile
@@ -25,6 +26,11 @@ DEMOS = {
     "demo-no-grow": "`invariant-adam demo --no-grow`",
     "demo-standard-linear": "`invariant-adam demo --standard-rule linear`",
 }
+LONG_DEMOS = {
+    "demo-200-epochs": "`invariant-adam demo --epochs 200`",
+    "demo-200-epochs-lr-1e-3": "`invariant-adam demo --epochs 200 --lr 1e-3`",
+}
+PART = 20  # epochs at the begin and at the end of a long run
 
 
 def load(name):
@@ -61,6 +67,36 @@ def demo_rows():
             f"{result['ratio']:.0f}",
         )
         yield "| " + " | ".join((command, *cells, f"{result['order_floor']:.4f}")) + " |"
+
+
+def spread_of(runs, part):
+    """The spread over some of the epochs."""
+    epochs = list(zip(*[[math.log(loss) for loss in run["losses"][part]] for run in runs], strict=True))
+    return sum(max(epoch) - min(epoch) for epoch in epochs) / len(epochs)
+
+
+def long_demo_rows():
+    yield (
+        "| command | optimizer | final training loss | test accuracy | "
+        f"spread, first {PART} epochs | last {PART} | all |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for name, command in LONG_DEMOS.items():
+        result = load(name)
+        by = {kind: [run for run in result["runs"] if run["optimizer"] == kind] for kind in ("standard", "invariant")}
+        usual = min(by["invariant"], key=lambda run: run["batch_size"])
+        what = {"standard": "standard Adam", "invariant": "invariant Adam", "order": "B = M in other orders"}
+        for kind, runs in (by | {"order": [usual, *result["reordered"]]}).items():
+            losses, right = ([run[key] for run in runs] for key in ("losses", "accuracy"))
+            final = [each[-1] for each in losses]
+            spreads = (spread_of(runs, part) for part in (slice(PART), slice(-PART, None), slice(None)))
+            accuracy = " to ".join(dict.fromkeys(f"{100 * each:.1f}" for each in (min(right), max(right))))
+            cells = (
+                f"{min(final):.2e} to {max(final):.2e}",
+                f"{accuracy} %",
+                *(f"{spread:.4f}" for spread in spreads),
+            )
+            yield f"| {command} | {what[kind]} | " + " | ".join(cells) + " |"
 
 
 def headline_rows():
@@ -706,7 +742,7 @@ PAGES = {
     "docs/compared.md": {"rivals": rivals_rows},
     "docs/paper.md": {"claims": claim_rows, "curves": curve_rows},
     "docs/scale_up.md": {"answer": scale_up_lines, "scale-up": scale_up_rows, "models": scale_up_model_rows},
-    "docs/theory.md": {"verify": verify_rows, "demo": demo_rows},
+    "docs/theory.md": {"verify": verify_rows, "demo": demo_rows, "long": long_demo_rows},
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/models.md": {
         "counts": lambda: coverage_page.count_rows(load, source),

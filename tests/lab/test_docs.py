@@ -33,6 +33,13 @@ def test_the_claims_of_the_theory_page_hold_in_the_results():
         runs = [r for r in json.loads((results / f"{name}.json").read_text())["runs"] if r["optimizer"] == "standard"]
         final = [r["losses"][-1] for r in sorted(runs, key=lambda r: r["batch_size"])]
         assert final == sorted(final, reverse=faster)
+    # "At the end of a long run the batch sizes still agree"
+    for path in results.glob("demo-200-epochs*.json"):
+        long = json.loads(path.read_text())
+        assert long["spread"]["invariant"] < 2 * long["order_floor"]
+        runs = [r for r in long["runs"] if r["optimizer"] == "invariant"]
+        assert len({r["accuracy"] for r in runs}) == 1
+        assert all(r["losses"][19] > 100 * r["losses"][-1] for r in runs)
 
 
 def test_the_claims_of_the_speed_page_hold_in_the_results():
