@@ -17,7 +17,9 @@ from .structure import INDICES
 def write(mini: MiniBatch, func: Any, input: Any, index: Any, value: Any) -> Any:
     """Each sample gets its micro-batch's own copy, also in a tensor of the batch's size that held constants so far."""
     h, groups = mini.handle_of(value), mini.groups
-    if h is None or mini.holds(input) or mini.mode is Mode.OUTSIDE or torch.compiler.is_compiling():
+    if h is None or mini.holds(input) or torch.compiler.is_compiling():
+        return NotImplemented
+    if mini.mode is Mode.OUTSIDE and torch._C._current_graph_task_id() < 0:  # a checkpoint runs again in a backward
         return NotImplemented
     # No probe looks at what is written over, which may never have been written. The loop tells whether this is right.
     sized = [d for d, n in enumerate(input.shape) if n == groups.batch]
