@@ -37,6 +37,7 @@ SAMPLES, MICRO, TOKENS, SIDE = 6, 3, 7, 64
 LIMITS = {"float64": 1e-5, "float32": 1e-3}
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
 MOST = 40_000_000  # parameters of a type of transformers that counts as small
+LARGE = 300_000_000  # parameters of a model of timm that is too large for a usual machine
 # A config's sizes; of each model those that its config has.
 SIZES = {
     1: "num_key_value_heads num_kv_heads n_group topk_group first_k_dense_replace num_dense_layers",
@@ -85,6 +86,7 @@ OWN = {  # what a model type asks for besides
     "hiera": {"embed_dim": 16, "depths": [1, 1, 1, 1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "n_groups": 1},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
     "neomme": {"head_dim": 16},
     "qwen4_exp_text": {
         "indexer_budget": 4, "indexer_compress_ratio": 2, "indexer_head_dim": 8, "indexer_kv_heads": 1,
@@ -107,7 +109,7 @@ OWN = {  # what a model type asks for besides
 }  # fmt: skip
 # The shape of a sample of tokens, where it is not `TOKENS`.
 SHAPES = dict.fromkeys(("led", "longformer", "reformer"), (8,)) | dict.fromkeys(("musicgen", "musicgen_melody"), (4, 7))
-TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+TOKEN_IDS = {"blank_token_id": 0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
 LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")  # a kind for each layer: the first and the last other
@@ -122,9 +124,9 @@ def smaller(config, sides):
     if "kv_lora_rank" in usual and "num_key_value_heads" in usual:
         found |= {"num_key_value_heads": found["num_attention_heads"]}  # heads of one latent
     found |= {k: 0.0 for k, v in usual.items() if ("drop" in k or "jitter" in k) and isinstance(v, float)}
-    if usual.get("head_dim") == usual.get("qk_rope_head_dim"):
-        found |= {"head_dim": SMALL["qk_rope_head_dim"]} if "head_dim" in usual else {}
-    for k in LAYERS:
+    if "head_dim" in usual and usual["head_dim"] == usual.get("qk_rope_head_dim", 0):
+        found["head_dim"] = found["qk_rope_head_dim"]
+    for k in LAYERS[: 2 if "layer_types" in usual else 3]:  # the last names the first
         kinds = usual.get(k) or []
         others = [kind for kind in (*kinds[::-1], *kinds[:1]) if kind != kinds[0]] or kinds[-1:]
         found |= {k: [kinds[0], others[0]]} if kinds else {}
@@ -217,21 +219,22 @@ def of_timm(family):
         except Exception:  # some cannot be made without memory
             continue
     name = min(sizes, key=sizes.get)
-    try:
-        model = made(name, img_size=SIDE)
-    except TypeError:
-        model = made(name)
-    wanted = model.pretrained_cfg["input_size"]
-    for side in (SIDE, 96, wanted[-1]):
-        batch = torch.randn(SAMPLES, wanted[0], side, side)
+    if sizes[name] > LARGE:
+        raise ValueError(f"its smallest model has {sizes[name]:,} parameters")
+    for options in ({"img_size": SIDE}, {}):
         try:
-            model.eval()(batch[:1])
-        except Exception:  # too small for it
-            if side == wanted[-1]:
-                raise
+            model = made(name, **options).eval()
+        except TypeError:  # it takes any size
             continue
-        return model, batch.double(), lambda x: model(x)
-    raise AssertionError
+        wanted = model.pretrained_cfg["input_size"]
+        for side in (SIDE, 96, 128, wanted[-1]):
+            batch = torch.randn(SAMPLES, wanted[0], side, side)
+            try:
+                model(batch[:1])
+            except Exception:  # too small for it
+                continue
+            return model, batch.double(), lambda x, model=model: model(x)
+    raise ValueError("it does not run on a picture of the size that it names")
 
 
 def far(got, want, least):

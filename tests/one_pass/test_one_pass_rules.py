@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from loop_oracle import assert_exact
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 B = 12
 
@@ -196,6 +197,10 @@ CASES = {
              nn.Linear(5, 5), nn.Linear(5, 4), p=(5,)),
         rnd(B, 4, 5),
     ),
+    "written_over_in_a_checkpoint": lambda: (
+        Call(again(written_over(lambda x, s: x[..., 0] > 0, lambda s: s.p * 2)), nn.Linear(5, 5), nn.Linear(5, 4), p=(5,)),
+        rnd(B, 4, 5),
+    ),
     "written_over_time_first": lambda: (
         Call(lambda s, x: written_over(lambda x, s: (0,), lambda s: s.p)(s, s.m[2](x).transpose(0, 1)).transpose(0, 1),
              nn.Linear(5, 5), nn.Linear(5, 4), nn.Linear(5, 5), p=(5,)),
@@ -308,6 +313,10 @@ def written_over(where, value):
         return s.m[1](x)
 
     return forward
+
+
+def again(function):
+    return lambda s, x: checkpoint(function, s, x, use_reentrant=False)
 
 
 def into_constants(s: Call, x: Tensor) -> Tensor:

@@ -230,9 +230,9 @@ class MiniBatch:
         found = self.facts.findings
         if (names, name) in found.constant:
             return False
-        if (names, name) in found.batched or (names, name) in found.axes:
+        if (names, name) in found.batched:
             return self.groups.axis_of(t.shape) is not None
-        axis = self.groups.axis
+        axis = found.axes.get((names, name), self.groups.axis)
         return t.ndim > axis and t.shape[axis] == self.groups.batch
 
     def place(self, x: Tensor, event: int, name: str, held: Held, any_order: bool = False) -> Place | None:

@@ -22,7 +22,9 @@ from .structure import INDICES
 def write(mini: MiniBatch, func: Any, input: Any, index: Any, value: Any) -> Any:
     """A value of parameters, written into a block of the batch or wherever an index says."""
     h, groups = mini.handle_of(value), mini.groups
-    if h is None or mini.holds(input) or mini.mode is Mode.OUTSIDE or torch.compiler.is_compiling():
+    if h is None or mini.holds(input) or torch.compiler.is_compiling():
+        return NotImplemented
+    if mini.mode is Mode.OUTSIDE and torch._C._current_graph_task_id() < 0:  # a checkpoint runs again in a backward
         return NotImplemented
     sized = [d for d, n in enumerate(input.shape) if n == groups.batch]
     if not sized or routed(input, groups) is not None:

@@ -270,7 +270,7 @@ def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
 def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> None:
     """Compare two runs; where a use has to be reclassified, that is found, and the runs must be repeated."""
     groups, facts = mini.groups, mini.facts
-    for site in base.records.keys() | other.records.keys():
+    for site in dict.fromkeys((*base.records, *other.records)):  # in the order of the forward: the first one is named
         found = facts.findings
         first, second = base.records.get(site, []), other.records.get(site, [])
         if _changed(first, second):
