@@ -269,7 +269,7 @@ def _compare_forward(trial: Trial, outputs: list[Any]) -> None:
 
 def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> None:
     """Compare two runs; where a use has to be reclassified, that is found, and the runs must be repeated."""
-    groups, facts = mini.groups, mini.facts
+    groups, facts, before = mini.groups, mini.facts, mini.facts.findings
     for site in dict.fromkeys((*base.records, *other.records)):  # in the order of the forward: the first one is named
         found = facts.findings
         first, second = base.records.get(site, []), other.records.get(site, [])
@@ -280,6 +280,8 @@ def _compare_uses(mini: MiniBatch, base: Probe, other: Probe, changed: int) -> N
         elif not _rows_agree(first, second, groups, changed):
             axis = _other_axis(first, second, groups, changed)
             if axis is None or site in found.axes:
+                if found is not before:
+                    return  # perhaps because of a use before it, which is known better now
                 raise UnsupportedUse(
                     f"{site[0]} goes through {site[1]} on rows that change when samples of another micro-batch change: "
                     "the samples are mixed, permuted or not where batch_dim says; keep the batch in its dimension and "
