@@ -306,8 +306,8 @@ def hold(model, batch, forward, dtype):
         return {"outcome": "left out", "why": "it draws random numbers, and the loop others"}
     if not all(bool(t.isfinite().all()) for t in means.values()):
         return {"outcome": "left out", "why": "its own gradients are not finite"}
-    for n, b in model.named_buffers():
-        b.copy_(start[n])
+    for n, b in start.items():  # a forward may have made others
+        model.get_buffer(n).copy_(b)
     model.zero_grad()
     try:
         with one_pass(model, MICRO):

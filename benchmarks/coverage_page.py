@@ -52,6 +52,21 @@ def count_rows(load, source):
     yield from source("coverage_cpu", result)
 
 
+def other_rows(load, source):
+    """The models of other libraries, all by name."""
+    result = load("coverage_others_cpu")
+    yield "| library | exact | refused | largest difference | models |"
+    yield "|---|---|---|---|---|"
+    for library in dict.fromkeys(row["library"] for row in result["rows"]):
+        exact, refused, wrong = (of(result["rows"], library, each) for each in ("exact", "refused", "wrong"))
+        assert not wrong, f"one pass is wrong, and does not say so, on {names(wrong)}"
+        most = max(row["error"] for row in exact)
+        what = f"{library} {exact[0]['version']}"
+        yield f"| {what} | {len(exact)} | {len(refused)} | {most:.0e} | {names(exact + refused)} |"
+    yield ""
+    yield from source("coverage_others_cpu", result)
+
+
 def refused_rows(load):
     """The models that one pass refuses, and why."""
     rows = load("coverage_cpu")["rows"]
