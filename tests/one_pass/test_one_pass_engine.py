@@ -667,6 +667,8 @@ def test_of_two_threads_at_once_one_is_refused(same: bool) -> None:
 
 
 def test_usage_errors() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got InvariantAdam"):
+        one_pass(InvariantAdam(nn.Linear(2, 2).parameters()), 2)  # type: ignore[arg-type]
     model, x = nn.Linear(3, 2), torch.randn(B, 3)
     with pytest.raises(ValueError, match="micro_batch_size"):
         one_pass(model, 0)
@@ -711,6 +713,15 @@ def test_batch_size_without_a_forward_of_the_whole_model() -> None:
         return model["b"](model["a"](batch[0]).tanh()).square().mean()
 
     assert_exact(model, (x,), parts, 2, batch_size=B, check=False)
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3, 2 * B])
+def test_a_batch_size_that_the_inputs_do_not_have_is_refused(wrong: int) -> None:
+    """One that is no more than M would make the whole mini-batch one micro-batch."""
+    model, x = nn.Linear(3, 2), torch.randn(B, 3)
+    match = rf"batch_size={wrong}, and the inputs have sizes \[{B}\] in dimension 0"
+    with pytest.raises(ValueError, match=match), one_pass(model, 2, batch_size=wrong):
+        model(x)
 
 
 def test_channels_last_and_a_changing_batch_size() -> None:

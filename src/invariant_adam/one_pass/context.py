@@ -80,6 +80,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         into: Optimizer | None = None,
         check: bool = True,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be an integer >= 1, got {micro_batch_size!r}")
         if reduction not in ("mean", "sum"):
@@ -215,7 +217,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if entry.companion.grad is None and not self.mini.single:
             return
         if entry.done or entry.waits:
-            raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
+            entry.refuse_second()
         entry.waits = True
         self.wait(entry)
 
@@ -285,7 +287,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self._patch()
         self.forwards += 1
         before = mini.groups, mini.mode
-        self._divide(self.batch_size or _batch_size(args, kwargs, facts.axis), Mode.GROUPED)
+        self._divide(_batch_size(args, kwargs, facts.axis, self.batch_size, self.check), Mode.GROUPED)
         if self.forwards > 1 and (mini.single or mini.groups is not before[0]):
             mini.divide(*before)
             raise UnsupportedUse(
@@ -439,8 +441,17 @@ class _CallingThread:
         self.mode.__exit__(None, None, None)
 
 
-def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
+def _batch_size(args: Any, kwargs: Any, axis: int, given: int | None, check: bool) -> int:
+    if given is not None and not check:
+        return given
     sizes = [t.shape[axis] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis]
+    if given is not None:
+        if sizes and given not in sizes:
+            raise ValueError(
+                f"batch_size={given}, and the inputs have sizes {sizes} in dimension {axis}; leave batch_size out, or, "
+                "if a sample is not one row of the inputs, pass check=False"
+            )
+        return given
     found = set(sizes) - {1} or set(sizes)
     if len(found) != 1:
         raise ValueError(
