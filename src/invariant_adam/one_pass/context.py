@@ -26,6 +26,8 @@ from .model import facts_of
 from .ops import batch_norm
 from .tracing import Tuples
 from .verify.check import verify
+from .verify.loss import Watch
+from .verify.probe import leaves
 from .weight import Entry, OnePassParameter
 
 _GRAPH = 16  # times as many elements may wait where a compiled graph has made them at once
@@ -172,6 +174,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
             mini.sink = Sink(self.into, mini, entries, self.wait)
         self.forwards = 0
+        self.watch: Watch | None = None  # where this mini-batch is one that the model is checked on
         if self.batch_size is not None:
             self._divide(self.batch_size, Mode.OUTSIDE)
 
@@ -260,8 +263,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
 
-    def after_forward(self, module: nn.Module, *_: Any) -> None:
+    def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         """See that the model's forward has ended; a hook of the model's."""
+        if self.watch is not None and module is self.model:
+            self.watch.made |= {t.grad_fn for t in leaves(output) if isinstance(t, Tensor)}
         if module is self.model and self.mini.mode is Mode.GROUPED:
             self.mini.mode = Mode.OUTSIDE
 
@@ -297,7 +302,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if mini.single:
             return
         if self.check and not facts.sharded:
+            known = facts.findings
             verify(mini, module, args, kwargs, additive=self.weights is None)
+            if facts.findings is not known and self.watch is None and self.weights is None:
+                self.watch = Watch(mini)
+                self.undo.append(self.watch)
         elif self.check and not facts.findings.passed:
             raise UnsupportedUse(
                 "the check runs the model many times, which ranks of FSDP2 could only do in step; have it made before "
@@ -416,10 +425,12 @@ class _AroundGraph:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             context.before_forward(context.model, args, kwargs)
+            output = None
             try:
-                return self.compiled(*args, **kwargs)
+                output = self.compiled(*args, **kwargs)
             finally:
-                context.after_forward(context.model)
+                context.after_forward(context.model, args, output)
+            return output
 
         self.model._compiled_call_impl = call
 

@@ -134,7 +134,7 @@ class Trial(NamedTuple):
         try:
             with torch.random.fork_rng(devices=self.devices), kept:
                 before = self._random()
-                outputs = _leaves(self.model(*args, **kwargs))
+                outputs = leaves(self.model(*args, **kwargs))
                 probe.drew = any(not torch.equal(a, b) for a, b in zip(before, self._random(), strict=True))
                 return probe, outputs if then is None else then(outputs)
         except UnsupportedUse as error:
@@ -275,12 +275,12 @@ def _recall(kept: Any) -> Tensor:
     return kept  # type: ignore[no-any-return]
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
     """The leaves of nested outputs, dataclasses included."""
     out = []
     for leaf in tree_leaves(value):
         nested = is_dataclass(leaf) and not isinstance(leaf, type)
-        out += _leaves([getattr(leaf, f.name) for f in fields(leaf)]) if nested else [leaf]
+        out += leaves([getattr(leaf, f.name) for f in fields(leaf)]) if nested else [leaf]
     return out
 
 
