@@ -214,6 +214,35 @@ def growing(ddp: bool, one_pass: bool, samples: int = 24, updates: int = 4) -> d
     return {"sizes": sizes, "same": same_on_all_ranks(model.parameters()), **differences(model, opt, twin, judge)}
 
 
+def unfrozen(ddp: bool) -> dict[str, float]:
+    """A layer is unfrozen between updates, and nothing is called for it; beside one process that does the same."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    model[0].requires_grad_(False)
+    twin = copy.deepcopy(model)
+    opt, judge = (ia.InvariantAdam(one.parameters(), **OPTIONS) for one in (model, twin))
+    judge.queue.reducer.reduce_update = lambda queue, check: check()
+    wrapped = DistributedDataParallel(model) if ddp else model
+    ia.distributed.prepare(wrapped, opt)
+    for update in range(4):
+        for one in (model, twin):
+            one[0].requires_grad_(update >= 2)
+        parts = [torch.randn(4, 4, dtype=torch.float64, generator=_seeded(update * world + r)) for r in range(world)]
+        wrapped(parts[rank]).square().mean().backward()
+        opt.step()
+        judge.expect(world)
+        for part in parts:
+            twin(part).square().mean().backward()
+        judge.step()
+    return differences(model, opt, twin, judge)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def sharded_model(mesh: Any, **policy: Any) -> nn.Module:
     model = Net(torch.float32)
     if "param_dtype" in policy or "reduce_dtype" in policy:
@@ -807,7 +836,6 @@ def wrappers() -> None:
         opt = ia.InvariantAdam(model.parameters(), fold=fold, **OPTIONS)
         ia.distributed.prepare(model, opt)
         model.requires_grad_(True)
-        opt.zero_grad()  # binds
         if fold == "backward":
             train(model, opt, updates, rank, skips=False)
             found = differences(model, opt, *alone(updates, torch.float32, skips=False))

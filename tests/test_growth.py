@@ -131,6 +131,18 @@ def test_nested_batches_and_other_leaves():
     assert first["number"] == 3
 
 
+def test_lists_and_arrays_with_an_item_per_sample_are_cut():
+    growth = BatchGrowth(optimizer_of(mlp()))
+    batch = {"x": torch.arange(4), "names": list("abcd"), "sizes": [1, 2, 3, 4], "shape": (2, 3, 4, 5), "two": ["a"]}
+    parts = [batch | {"array": torch.arange(4).numpy()}]
+    for part in growth.split(*parts):
+        assert len(part["x"]) == len(part["names"]) == len(part["sizes"]) == len(part["array"]) == 2
+        assert part["x"].tolist() == part["array"].tolist() == [size - 1 for size in part["sizes"]]
+        assert "abcd"[part["x"][0]] == part["names"][0]
+        assert (part["shape"], part["two"]) == ((2, 3, 4, 5), ["a"])
+        growth.optimizer.abandon()
+
+
 def test_mistakes_are_named():
     model = mlp()
     opt = optimizer_of(model)

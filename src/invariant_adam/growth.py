@@ -103,14 +103,16 @@ class BatchGrowth:
         """Cut a mini-batch into the batches of its updates; call `opt.step()` for each.
 
         Args:
-            batch: tensors with the samples in their first dimension, or one nested batch of them. Other leaves are
-                handed on as they are.
+            batch: tensors with the samples in their first dimension, or one nested batch of them. NumPy arrays and
+                lists of strings or numbers, as many as samples, are cut as well; other leaves are handed on as they
+                are.
         """
         size = self.optimizer.micro_batch_size
         if size is None:
             raise ValueError("split() cuts samples, and this InvariantAdam counts none; give it micro_batch_size")
         whole = [dict(part) if isinstance(part, Mapping) else part for part in batch]
-        leaves, structure = tree_flatten(whole[0] if len(whole) == 1 else tuple(whole))
+        tree = whole[0] if len(whole) == 1 else tuple(whole)
+        leaves, structure = tree_flatten(tree, is_leaf=_is_listing)
         lengths = {len(t) for t in leaves if isinstance(t, Tensor) and t.ndim}
         if len(lengths) != 1:
             raise ValueError(f"split() needs tensors with as many samples each, got {sorted(lengths)} in dimension 0")
@@ -122,6 +124,22 @@ class BatchGrowth:
             last = min(first + kappa * size, samples)
             if last - first < kappa * size:  # the last micro-batch is short
                 self.optimizer.expect((last - first) / size * self.optimizer.queue.reducer.size)
-            cut = [t[first:last] if isinstance(t, Tensor) and t.ndim else t for t in leaves]
-            yield tree_unflatten(cut, structure)
+            yield tree_unflatten([t[first:last] if _has_samples(t, samples) else t for t in leaves], structure)
             first = last
+
+
+def _is_listing(t: Any) -> bool:
+    """Whether t lists strings or numbers: what a loader makes of the texts of samples, or of their sizes.
+
+    A tuple of numbers is more likely to be one shape.
+    """
+    kinds = (str, bytes, int, float) if isinstance(t, list) else (str, bytes)
+    return isinstance(t, (list, tuple)) and bool(t) and all(isinstance(x, kinds) for x in t)
+
+
+def _has_samples(t: Any, samples: int) -> bool:
+    """Whether a leaf has an item for each sample."""
+    shape = getattr(t, "shape", None)  # of a tensor or a NumPy array
+    if isinstance(shape, tuple):
+        return len(shape) > 0 and shape[0] == samples
+    return _is_listing(t) and len(t) == samples

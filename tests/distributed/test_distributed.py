@@ -50,6 +50,11 @@ def test_ranks_grow_in_alike(pool, ddp, one_pass):
     assert len(set(first["sizes"])) > 2
 
 
+@pytest.mark.parametrize("ddp", [False, True])
+def test_a_layer_unfrozen_between_updates(pool, ddp):
+    check(pool.run("unfrozen", 2, ddp=ddp))
+
+
 CLOSE = {"w": 1e-6, "m": 1e-6, "v": 1e-6, "counters": 1e-9, "samples": 0, "noise": 1e-3}
 
 

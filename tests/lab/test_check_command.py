@@ -78,6 +78,8 @@ def test_a_run_that_is_not_ends_with_1_and_names_the_cause(check):
         (["my_run:short"], "gives no batch_sizes, lr"),
         (["my_run:good", "--lr", "-1"], "lr must be a finite number above 0"),
         (["my_run:good", "--plot", "no/check.png"], "there is no folder no"),
+        (["my_run:good", "--plot", "check.nothing"], "cannot write to --plot check.nothing"),
+        (["my_run:good", "--device", "nowhere"], "use --device cpu"),
     ],
 )
 def test_errors_end_with_2_and_name_the_remedy(check, words, message):

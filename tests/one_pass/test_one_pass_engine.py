@@ -283,6 +283,49 @@ def test_unequal_groups_that_can_be_seen_are_refused_without_weights() -> None:
     assert model.net[1].weight.grad_sq is not None
 
 
+OUTSIDE = "targets of micro-batches weigh {}.*Pass weights="
+
+
+@pytest.mark.parametrize(
+    ("options", "targets", "match"),
+    [
+        ({"ignore_index": 0}, [1, 0, 1, 1, 2, 2, 0, 0], OUTSIDE.format("1, 2, 2, 0")),
+        ({"ignore_index": -100}, [1, -100, 1, -100, -100, 2, 0, -100], None),
+        ({"weight": torch.tensor([1.0, 2.0, 4.0])}, [1, 0, 1, 1, 2, 2, 0, 0], OUTSIDE.format("3, 4, 8, 2")),
+        ({"weight": torch.tensor([1.0, 2.0, 4.0]), "label_smoothing": 0.1}, [0] * 8, None),
+        ({"label_smoothing": 0.1}, [1, 0, 1, 1, 2, 2, 0, 0], None),
+        ({"reduction": "sum"}, [1, 0, 1, 1, 2, 2, 0, 0], r"is a sum over samples.*one_pass\(..., reduction=.sum"),
+    ],
+)
+@pytest.mark.parametrize("image", [False, True])
+def test_the_shares_of_a_cross_entropy_outside_of_the_model(options, targets, match, image: bool) -> None:
+    """Before the backward, so that the optimizer has nothing of it; and not again where weights are given."""
+    torch.manual_seed(0)
+    model = Apply(lambda s, x: s.m[0](x).movedim(-1, 1), nn.Linear(4, 3)).double()
+    options = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
+    shape = (B, 2, 5) if image else (B,)
+    y = torch.tensor(targets)[:, None, None].expand(shape) if image else torch.tensor(targets)
+    batch = (torch.randn(*shape, 4, dtype=torch.float64), y)
+
+    def outside(model: nn.Module, batch: tuple) -> Tensor:
+        return 2 * F.cross_entropy(model(batch[0]), batch[1], **options) if match is None else plain(model, batch)
+
+    def plain(model: nn.Module, batch: tuple) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], **options)
+
+    if match is None:
+        assert_exact(model, batch, outside, 2)
+        return
+    backward = torch.autograd.backward
+    with pytest.raises(UnsupportedUse, match=match if not image else match.split("weigh")[0]), one_pass(model, 2):
+        outside(model, batch).backward()
+    assert torch.autograd.backward is backward
+    assert model.m[0].weight.grad is None
+    weights = torch.ones(B)  # the user's word is taken
+    with one_pass(model, 2, **({"reduction": "sum"} if "reduction" in options else {"weights": weights})):
+        outside(model, batch).backward()
+
+
 def test_ragged_is_refused_on_request() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="does not divide"), one_pass(model, 3, ragged="refuse"):
@@ -703,6 +746,8 @@ def test_of_two_threads_at_once_one_is_refused(same: bool) -> None:
 
 
 def test_usage_errors() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got InvariantAdam"):
+        one_pass(InvariantAdam(nn.Linear(2, 2).parameters()), 2)  # type: ignore[arg-type]
     model, x = nn.Linear(3, 2), torch.randn(B, 3)
     with pytest.raises(ValueError, match="micro_batch_size"):
         one_pass(model, 0)
@@ -747,6 +792,15 @@ def test_batch_size_without_a_forward_of_the_whole_model() -> None:
         return model["b"](model["a"](batch[0]).tanh()).square().mean()
 
     assert_exact(model, (x,), parts, 2, batch_size=B, check=False)
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3, 2 * B])
+def test_a_batch_size_that_the_inputs_do_not_have_is_refused(wrong: int) -> None:
+    """One that is no more than M would make the whole mini-batch one micro-batch."""
+    model, x = nn.Linear(3, 2), torch.randn(B, 3)
+    match = rf"batch_size={wrong}, and the inputs have sizes \[{B}\] in dimension 0"
+    with pytest.raises(ValueError, match=match), one_pass(model, 2, batch_size=wrong):
+        model(x)
 
 
 def test_channels_last_and_a_changing_batch_size() -> None:

@@ -71,6 +71,7 @@ class GroupReducer(Reducer):
                 "again, on every rank of the new one, before the next backward"
             )
         self.update = queue.update
+        queue.bind()  # moments for what was unfrozen since the last update
         self.open(queue)
 
     def _there(self) -> bool:

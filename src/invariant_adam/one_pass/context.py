@@ -26,6 +26,8 @@ from .model import facts_of
 from .ops import batch_norm
 from .tracing import Tuples
 from .verify.check import verify
+from .verify.loss import Watch
+from .verify.probe import leaves
 from .weight import Entry, OnePassParameter
 
 _GRAPH = 16  # times as many elements may wait where a compiled graph has made them at once
@@ -80,6 +82,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         into: Optimizer | None = None,
         check: bool = True,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size must be an integer >= 1, got {micro_batch_size!r}")
         if reduction not in ("mean", "sum"):
@@ -170,6 +174,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
             mini.sink = Sink(self.into, mini, entries, self.wait)
         self.forwards = 0
+        self.watch: Watch | None = None  # where this mini-batch is one that the model is checked on
         if self.batch_size is not None:
             self._divide(self.batch_size, Mode.OUTSIDE)
 
@@ -215,7 +220,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if entry.companion.grad is None and not self.mini.single:
             return
         if entry.done or entry.waits:
-            raise UnsupportedUse(f"{entry.name}: a second square arrived after its pair was folded")
+            entry.refuse_second()
         entry.waits = True
         self.wait(entry)
 
@@ -258,8 +263,10 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
 
-    def after_forward(self, module: nn.Module, *_: Any) -> None:
+    def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         """See that the model's forward has ended; a hook of the model's."""
+        if self.watch is not None and module is self.model:
+            self.watch.made |= {t.grad_fn for t in leaves(output) if isinstance(t, Tensor)}
         if module is self.model and self.mini.mode is Mode.GROUPED:
             self.mini.mode = Mode.OUTSIDE
 
@@ -285,7 +292,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             self._patch()
         self.forwards += 1
         before = mini.groups, mini.mode
-        self._divide(self.batch_size or _batch_size(args, kwargs, facts.axis), Mode.GROUPED)
+        self._divide(_batch_size(args, kwargs, facts.axis, self.batch_size, self.check), Mode.GROUPED)
         if self.forwards > 1 and (mini.single or mini.groups is not before[0]):
             mini.divide(*before)
             raise UnsupportedUse(
@@ -295,7 +302,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if mini.single:
             return
         if self.check and not facts.sharded:
+            known = facts.findings
             verify(mini, module, args, kwargs, additive=self.weights is None)
+            if facts.findings is not known and self.watch is None and self.weights is None:
+                self.watch = Watch(mini)
+                self.undo.append(self.watch)
         elif self.check and not facts.findings.passed:
             raise UnsupportedUse(
                 "the check runs the model many times, which ranks of FSDP2 could only do in step; have it made before "
@@ -414,10 +425,12 @@ class _AroundGraph:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             context.before_forward(context.model, args, kwargs)
+            output = None
             try:
-                return self.compiled(*args, **kwargs)
+                output = self.compiled(*args, **kwargs)
             finally:
-                context.after_forward(context.model)
+                context.after_forward(context.model, args, output)
+            return output
 
         self.model._compiled_call_impl = call
 
@@ -439,8 +452,17 @@ class _CallingThread:
         self.mode.__exit__(None, None, None)
 
 
-def _batch_size(args: Any, kwargs: Any, axis: int) -> int:
+def _batch_size(args: Any, kwargs: Any, axis: int, given: int | None, check: bool) -> int:
+    if given is not None and not check:
+        return given
     sizes = [t.shape[axis] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis]
+    if given is not None:
+        if sizes and given not in sizes:
+            raise ValueError(
+                f"batch_size={given}, and the inputs have sizes {sizes} in dimension {axis}; leave batch_size out, or, "
+                "if a sample is not one row of the inputs, pass check=False"
+            )
+        return given
     found = set(sizes) - {1} or set(sizes)
     if len(found) != 1:
         raise ValueError(

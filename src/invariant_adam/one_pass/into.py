@@ -23,7 +23,6 @@ from ..fold import pair
 from ..kernels import Serving, cast
 from ..kernels.ops import operator
 from .exchange import Open
-from .groups import UnsupportedUse
 from .weight import Entry
 
 if TYPE_CHECKING:
@@ -76,10 +75,7 @@ class Sink:
             self.passed = True
             return None  # torch.autograd.grad, or backward(inputs=...): nothing is to accumulate
         if entry.done:
-            raise UnsupportedUse(
-                f"{entry.name}: a second square arrived after the first was folded, without their cross terms; drop "
-                "the update with opt.abandon(), and call the model once and backward once per mini-batch, or loop"
-            )
+            entry.refuse_second()
         entry.done, entry.arrived = True, 1
         return entry
 

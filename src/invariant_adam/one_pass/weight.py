@@ -134,6 +134,14 @@ class Entry:
                 "mini-batch, and could change it without its square; remove it, or loop over micro-batches"
             )
 
+    def refuse_second(self) -> None:
+        """Refuse a square that comes after the pair is gone."""
+        raise UnsupportedUse(
+            f"{self.name}: a second square arrived after the first was folded, without their cross terms; drop the "
+            "update with opt.abandon(), then call the model once, add up the losses and call backward once per "
+            "mini-batch, or loop"
+        )
+
     def fire(self) -> None:
         """Note that a backward has reached the companion."""
         if Open.mini_batch is None:

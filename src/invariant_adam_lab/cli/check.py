@@ -56,8 +56,14 @@ def check(
     arguments = {**_arguments(function), **{name: value for name, value in given.items() if value is not None}}
     if plot is not None and not plot.parent.is_dir():
         fail(f"--plot {plot}: there is no folder {plot.parent}; make it first")
+    import torch
+
     from invariant_adam import invariance_check
 
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        fail(f"--device {device}: {str(error).splitlines()[0]}; use --device cpu")
     missing = [name for name in ("make_model", "loss_fn", "data", "batch_sizes", "lr") if name not in arguments]
     if missing:
         fail(f"{function} gives no {', '.join(missing)}; return them from it, or give the options of that name")
@@ -82,7 +88,7 @@ def check(
         try:
             result.plot(plot)
         except (OSError, ValueError) as error:
-            fail_to_write(plot, OSError(str(error)), "file")
+            fail_to_write(plot, OSError(str(error)), "file", "--plot")
         wrote([plot])
     raise typer.Exit(0 if result.ok else 1)
 

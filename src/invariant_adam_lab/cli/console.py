@@ -28,9 +28,9 @@ def fail(error: object) -> NoReturn:
     raise typer.Exit(2)
 
 
-def fail_to_write(out: Path, error: OSError, kind: str) -> NoReturn:
-    """Fail because `--out`, a "file" or a "folder", cannot be written."""
-    fail(f"cannot write to --out {out}: {error}; choose another {kind}")
+def fail_to_write(out: Path, error: OSError, kind: str, option: str = "--out") -> NoReturn:
+    """Fail because the value of an option, a "file" or a "folder", cannot be written."""
+    fail(f"cannot write to {option} {out}: {error}; choose another {kind}")
 
 
 def stop(rest: str) -> NoReturn:

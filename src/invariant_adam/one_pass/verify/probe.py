@@ -146,7 +146,7 @@ class Trial(NamedTuple):
         try:
             with chance.forked(self.devices), kept:
                 before = chance.states(self.devices)
-                outputs = _leaves(self.model(*args, **kwargs))
+                outputs = leaves(self.model(*args, **kwargs))
                 probe.drew = before != chance.states(self.devices)
                 return probe, outputs if then is None else then(outputs)
         except UnsupportedUse as error:
@@ -273,12 +273,12 @@ def _recall(kept: Any) -> Tensor:
     return kept  # type: ignore[no-any-return]
 
 
-def _leaves(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
     """The leaves of nested outputs, dataclasses included."""
     out = []
     for leaf in tree_leaves(value):
         nested = is_dataclass(leaf) and not isinstance(leaf, type)
-        out += _leaves([getattr(leaf, f.name) for f in fields(leaf)]) if nested else [leaf]
+        out += leaves([getattr(leaf, f.name) for f in fields(leaf)]) if nested else [leaf]
     return out
 
 
