@@ -123,6 +123,40 @@ def test_every_rule_compiled_equals_the_loop(name):
     assert_exact(model, tuple(batch), mean_loss, 3, run=torch.compile(model, backend="aot_eager", dynamic=False))
 
 
+def compiled(model: nn.Module, how: str) -> nn.Module:
+    """The model, compiled in one of torch's ways."""
+    if how == "in place":
+        model.compile(backend="aot_eager")
+    elif how == "its forward":
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    elif how == "a part":
+        model[0].compile(backend="aot_eager")
+    else:
+        return torch.compile(model, backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("how", ["wrapped", "in place", "its forward", "a part"])
+def test_models_compiled_in_any_way_equal_the_loop_without_another_graph(how, into):
+    model, x = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2)).double(), torch.randn(8, 3).double()
+    judge = copy.deepcopy(model)
+    theirs, ours = (ia.InvariantAdam(m.parameters(), state_dtype=torch.float64) for m in (judge, model))
+    run, counted = compiled(model, how), torch._dynamo.utils.counters["stats"]
+    before = model._compiled_call_impl
+    counted.clear()
+    for _ in range(3):
+        for piece in x.split(M):
+            judge(piece).square().mean().backward()
+        with ia.one_pass(run, M, **({"into": ours} if into else {})):
+            run(x).square().mean().backward()
+        theirs.step()
+        ours.step()
+        moments_agree(theirs, ours, 1e-12)
+        assert counted["unique_graphs"] == 1
+    assert model._compiled_call_impl is before
+
+
 class Own(list):
     """A list of one's own class."""
 

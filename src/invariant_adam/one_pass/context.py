@@ -153,8 +153,11 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             p.one_pass_entry = entry  # type: ignore[attr-defined]
             p.__class__ = OnePassParameter
             entry.watcher = None if entry.taker is None else self._arrived
-        self.undo.append(self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
-        self.undo.append(self.model.register_forward_hook(self._after_forward, always_call=True))
+        if self.model._compiled_call_impl is None:
+            self.undo.append(self.model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
+            self.undo.append(self.model.register_forward_hook(self.after_forward, always_call=True))
+        else:
+            self.undo.append(_CompiledInPlace(self))
         self.undo.append(Tuples())
         self._patch()
         devices = {entry.companion.device for entry in entries}
@@ -255,7 +258,8 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
     def __deepcopy__(self, memo: dict[int, Any]) -> one_pass:
         return self  # a model copied inside the context takes the hooks along; they know their own model
 
-    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
+        """See that the model is through; a hook of the model's."""
         if module is self.model and self.mini.mode is Mode.GROUPED:
             self.mini.mode = Mode.OUTSIDE
 
@@ -394,6 +398,29 @@ class _Uncompiled:
 
     def remove(self) -> None:
         self.stance.__exit__(None, None, None)
+
+
+class _CompiledInPlace:
+    """The hooks on a model that was compiled by `model.compile()`, until `remove`.
+
+    Its graph takes in the hooks of the model itself, and would trace ours. So they stand around its call.
+    """
+
+    def __init__(self, opened: one_pass) -> None:
+        model = self.model = opened.model
+        self.plain: Any = model._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            opened.before_forward(model, args, kwargs)
+            try:
+                return self.plain(*args, **kwargs)
+            finally:
+                opened.after_forward(model)
+
+        model._compiled_call_impl = call
+
+    def remove(self) -> None:
+        self.model._compiled_call_impl = self.plain
 
 
 class _CallingThread:
