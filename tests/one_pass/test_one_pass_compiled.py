@@ -123,6 +123,86 @@ def test_every_rule_compiled_equals_the_loop(name):
     assert_exact(model, tuple(batch), mean_loss, 3, run=torch.compile(model, backend="aot_eager", dynamic=False))
 
 
+class Block(nn.Module):
+    """A layer, and others inside of it."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.linear, self.norm = nn.ModuleList(inside), nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inside:
+            x = module(x)
+        return self.norm(self.linear(x).tanh())
+
+
+def compiled(model: Block, how: str) -> nn.Module:
+    """The model, compiled in one of torch's ways."""
+    if how == "in place":
+        model.compile(backend="aot_eager")
+    elif how == "its forward":
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    elif how == "a part":
+        model.inside[0].compile(backend="aot_eager")
+    else:
+        return torch.compile(model, backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("how", ["wrapped", "in place", "its forward", "a part"])
+def test_models_compiled_in_any_way_equal_the_loop_without_another_graph(how, into):
+    model, x = Block(Block(), Block()).double(), torch.randn(8, 3).double()
+    judge = copy.deepcopy(model)
+    theirs, ours = (ia.InvariantAdam(m.parameters(), state_dtype=torch.float64) for m in (judge, model))
+    run, counted = compiled(model, how), torch._dynamo.utils.counters["stats"]
+    before = model._compiled_call_impl
+    counted.clear()
+    for _ in range(3):
+        for piece in x.split(M):
+            judge(piece).square().mean().backward()
+        with ia.one_pass(run, M, **({"into": ours} if into else {})):
+            run(x).square().mean().backward()
+        theirs.step()
+        ours.step()
+        moments_agree(theirs, ours, 1e-12)
+        assert counted["unique_graphs"] == 1
+    assert model._compiled_call_impl is before
+
+
+class Chosen(nn.Module):
+    """As many layers as the batch asks for: a loop that a trace leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (x.abs().amax(0) > 0).nonzero().flatten():
+            x = self.layers[i](x).tanh() * self.layers[i].bias
+        return x
+
+
+def test_the_dispatcher_alone_makes_no_graph():
+    model, x = Chosen().double(), torch.randn(8, 3).double()
+    counted = torch._dynamo.utils.counters["stats"]
+
+    def graphs(run: nn.Module) -> int:
+        torch._dynamo.reset()
+        counted.clear()
+        run(x).square().mean().backward()
+        return counted["unique_graphs"]
+
+    plain = graphs(torch.compile(model, backend="aot_eager"))
+    model.zero_grad()
+    run = torch.compile(model, backend="aot_eager")
+    with ia.one_pass(run, M):
+        assert graphs(run) == plain
+    for _ in range(2):
+        assert_exact(model, (x,), lambda m, batch: m(*batch).square().mean(), M, run=run)
+    assert counted["unique_graphs"] == plain
+
+
 class Own(list):
     """A list of one's own class."""
 

@@ -1,16 +1,32 @@
-"""Have torch.compile see parameters inside tuples.
+"""Where torch.compile looks: for parameters inside tuples too, and not at the dispatcher alone.
 
 `torch.cat((token, x), 1)` calls the dispatcher of a `token` in a tuple. A trace by torch.compile looks for such
 arguments in lists and dictionaries only (torch 2.11 to 2.13), and would join the plain values, whose gradients then
 miss their squares, in part where the parameter is seen elsewhere. While a context is open, traces look into tuples as
 well, named ones and others of their own class included.
+
+Where a trace breaks off inside a loop, as over experts, torch.compile leaves that function to Python and makes graphs
+of those that it calls. Of the dispatcher it would make one for each operation, which it has to make again for the next
+update, and in which rows picked by index are not known. So the dispatcher is `part_of_traces` only.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch._C._dynamo import eval_frame
+
+
+def part_of_traces(function: Callable[..., Any]) -> None:
+    """Have torch.compile make no graph that begins at this function or at what it calls; traces go through it.
+
+    Nothing is done with a torch that is told so in another way.
+    """
+    strategy, action = (getattr(eval_frame, name, None) for name in ("_FrameExecStrategy", "_FrameAction"))
+    if strategy is not None and action is not None:
+        eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
 
 
 class Tuples:

@@ -14,6 +14,7 @@ from ..fold.pair import Taker
 from ..kernels.gemm_square import wide
 from .exchange import Open
 from .groups import UnsupportedUse
+from .tracing import part_of_traces
 
 _keys = count()
 
@@ -216,6 +217,9 @@ class Followed:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return Followed.dispatch(func, args, kwargs or {})
+
+
+part_of_traces(Followed.__dict__["__torch_function__"].__func__)
 
 
 class OnePassParameter(Followed, nn.Parameter):
