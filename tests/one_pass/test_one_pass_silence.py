@@ -775,3 +775,19 @@ def test_a_parameter_inside_of_a_transform_is_refused(transform):
     net = Net(3, 2)
     with ia.one_pass(net, 2), pytest.raises(ia.UnsupportedUse, match=r"weight goes through .* a transform of torch"):
         net(torch.randn(8, 3))
+
+
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("B", [6, 12, 24])
+def test_what_a_model_does_to_every_other_sample_is_seen(B, M):
+    """By its place in the batch: in the loop it is another sample that has the place."""
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).clone()
+            y[1::2] = y[1::2] * 2
+            return y
+
+    net = Net(4, 4)
+    with ia.one_pass(net, M), pytest.raises(ia.UnsupportedUse):
+        net(torch.randn(B, 4)).sin().sum(1).mean().backward()
