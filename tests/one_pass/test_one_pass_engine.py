@@ -326,6 +326,20 @@ def test_the_shares_of_a_cross_entropy_outside_of_the_model(options, targets, ma
         outside(model, batch).backward()
 
 
+def test_a_sum_of_the_means_of_micro_batches_is_theirs() -> None:
+    """A loop over micro-batches in the loss: each has its own mean, whatever its targets weigh."""
+    model = Apply(lambda s, x: s.m[0](x), nn.Linear(4, 3)).double()
+    y = torch.randint(3, (B, 8)).masked_fill(torch.rand(B, 8) < 0.4, -100)
+    y[:, 0] = 1
+
+    def means(model: nn.Module, batch: tuple) -> Tensor:
+        out = model(batch[0])
+        parts = list(zip(out.split(2), batch[1].split(2), strict=True))
+        return sum(F.cross_entropy(a.flatten(0, 1), b.flatten()) for a, b in parts) / len(parts)
+
+    assert_exact(model, (torch.randn(B, 8, 4, dtype=torch.float64), y), means, 2)
+
+
 def test_ragged_is_refused_on_request() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="does not divide"), one_pass(model, 3, ragged="refuse"):

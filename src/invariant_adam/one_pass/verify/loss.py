@@ -18,6 +18,7 @@ from ..mini_batch import MiniBatch
 
 MEAN, SUM = 1, 2  # torch's numbers for these reductions
 NODES = 256  # of a loss, at most
+CUTS = ("Gather", "Index", "MaskedSelect", "Select", "Slice", "Split", "Take", "Unbind")  # nodes that may drop samples
 _autograd: Any = torch.autograd
 
 
@@ -51,9 +52,21 @@ class Watch:
             if each in seen or len(seen) > NODES:
                 continue
             seen.add(each)
-            if each.name() in ("NllLossBackward0", "NllLoss2DBackward0"):
+            if each.name() in ("NllLossBackward0", "NllLoss2DBackward0") and not self._of_a_part(each, groups):
                 _refuse_unequal(each, groups)
             found += [parent for parent, _ in each.next_functions]
+
+    def _of_a_part(self, node: Any, groups: Groups) -> bool:
+        """Whether a loss is of some of the samples, as of one micro-batch in a sum over all of them."""
+        found, seen = [node], {*self.made}
+        for each in found:  # which grows
+            if each in seen or len(seen) > NODES:
+                continue
+            seen.add(each)
+            if each.name().startswith(CUTS) and getattr(each, "_saved_dim", 0) in (0, groups.axis):
+                return True
+            found += [parent for parent, _ in each.next_functions]
+        return False
 
 
 def _refuse_unequal(node: Any, groups: Groups) -> None:
