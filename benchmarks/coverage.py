@@ -4,10 +4,10 @@
     python benchmarks/coverage.py --only transformers:llama,timm:resnet
 
 A model is its library's own class with random weights, no dropout and few, narrow layers; of a family of timm it is the
-one of fewest parameters. Gradients and squares of one pass, B = 6 and M = 3, are held against a loop of
-`torch.autograd.grad` over the micro-batches, in float64. Experts are run one by one there; as transformers runs them by
-default, which needs float32, they are looked at once more. Each model has a process of its own; rows that the file has
-are not made again.
+one of fewest parameters. Gradients and squares of one pass, B = 6 and M = 3, are held against a loop over the
+micro-batches, in float64, or in float32 where it does not run in that. Experts are run one by one there; as
+transformers runs them by default, which needs float32, they are looked at once more. Each model has a process of its
+own; rows that the file has are not made again.
 
     exact     the largest difference, over the largest value, is at most 1e-5 (float32: 1e-3)
     refused   one pass raised UnsupportedUse, whose message is kept

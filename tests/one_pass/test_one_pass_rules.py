@@ -309,7 +309,7 @@ def einsum_time_first(s: Call, x: Tensor) -> Tensor:
 def written_over(where, value):
     def forward(s: Call, x: Tensor) -> Tensor:
         x = s.m[0](x) * 2
-        x[where(x, s)] = value(s).to(x.dtype)
+        x[where(x, s)] = value(s).to(x.dtype)  # which x[mask] asks for
         return s.m[1](x)
 
     return forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from loop_oracle import assert_exact
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invariant_adam.one_pass import UnsupportedUse, one_pass
+from invariant_adam.one_pass import UnsupportedUse, explain, one_pass
 
 B, T, D, E = 12, 5, 8, 4  # samples, tokens each, width, experts
 Apply = Callable[["Sorted", Tensor, list[int]], Tensor]
@@ -122,7 +123,11 @@ class Languages(nn.Module):
 def test_sequences_that_were_picked_whole(M: int) -> None:
     torch.manual_seed(1)
     language = torch.randint(0, 2, (B,))
-    assert_exact(Languages(), (torch.randn(B, T, D, dtype=torch.float64), language), loss, M)
+    batch = torch.randn(B, T, D, dtype=torch.float64), language
+    assert_exact(Languages(), batch, loss, M)
+    told = str(explain(Languages(), batch, micro_batch_size=M))
+    rows = -(-int((language == 0).sum()) * T // -(-B // M))  # of each micro-batch, in the mean
+    assert re.search(rf"adapters\.0\.weight +8×8 +linear +{rows} ", told)
 
 
 def test_parts_of_one_size_are_told_by_their_number() -> None:

@@ -44,7 +44,7 @@ class Seen(NamedTuple):
     def per_group(self, rows: int) -> int:
         """Rows of one micro-batch, of so many in the mini-batch."""
         if self.ids is not None:
-            return -(-self.x.shape[0] // self.groups.kappa)
+            return -(-rows // self.groups.kappa)
         return rows * self.groups.micro // self.groups.batch
 
     @property
