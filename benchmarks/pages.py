@@ -710,6 +710,7 @@ PAGES = {
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/models.md": {
         "counts": lambda: coverage_page.count_rows(load, source),
+        "forward": lambda: coverage_page.forward_rows(load, source, prose),
         "refused": lambda: coverage_page.refused_rows(load),
         "exact": lambda: coverage_page.exact_rows(load, prose),
     },
