@@ -369,10 +369,10 @@ PROCESSES = multiprocessing.get_context("forkserver")  # which has imported the 
 PROCESSES.set_forkserver_preload(["torch", "transformers", "invariant_adam.one_pass"])
 
 
-def run(case, limit):
+def run(case, limit, work=child):
     """One model's row, from a process of its own."""
     here, there = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=child, args=(case, there), daemon=True)
+    process = PROCESSES.Process(target=work, args=(case, there), daemon=True)
     process.start()
     there.close()
     try:

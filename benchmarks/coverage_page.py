@@ -10,6 +10,7 @@ LEFT_OUT = {
     "Does not run with its own default config": "",
 }
 LIBRARIES = {"transformers": "types of transformers", "timm": "families of timm"}
+HOWS = {"bf16": "bfloat16 autocast", "fp16": "float16 autocast", "compiled": "`torch.compile`"}
 
 
 def names(rows):
@@ -98,3 +99,39 @@ def exact_rows(load, prose):
             if these:
                 yield f"- {why}: {names(these)}."
         yield ""
+
+
+def forward_rows(load, source, prose):
+    """The same models under autocast and compiled."""
+    result = load("coverage_forward_cpu")
+    yield "| | models tried | run by themselves | exact | refused | all modules return the same |"
+    yield "|---|---|---|---|---|---|"
+    for how, what in HOWS.items():
+        rows = [row for row in result["rows"] if row["how"] == how]
+        run = [row for row in rows if row["outcome"] != "left out"]
+        outcomes = [row["checked"]["outcome"] if "checked" in row else row["outcome"] for row in run]
+        odd = set(outcomes) - {"exact", "refused", "left out"}  # the last where a loop overflows
+        assert not odd, f"one pass is not what it says, {what}: {odd}"
+        assert all(row["outcome"] != "other" for row in run), "a module returns something else"
+        same = "" if how == "compiled" else sum(row["outcome"] == "same" for row in run)
+        counts = [outcomes.count(outcome) for outcome in ("exact", "refused")]
+        yield f"| {what} | {len(rows)} | {len(run)} | {counts[0]} | {counts[1]} | {same} |"
+    yield ""
+    rows = [row for row in result["rows"] if row["how"] == "compiled"]
+    exact = [row for row in rows if row["outcome"] == "exact"]
+    whole = [row for row in exact if row["graphs"] == 1]
+    assert all(row["plain_graphs"] > 1 for row in exact if row not in whole)
+    assert not any(row["more"] for row in exact), "a later update makes another graph"
+    together = [row for row in rows if row.get("experts_by_default", {}).get("outcome") == "refused"]
+    alone = [row for row in rows if row["outcome"] == "refused"]
+    said = (
+        f"Compiled, {len(whole)} of the {len(exact)} make one graph, and the others are those that torch cuts into "
+        "several by itself. The second and the third update make none."
+    )
+    if together:
+        said += " Experts together, as transformers runs them by default, are refused, since a graph does not tell "
+        said += f"where their rows come from ({names(together)}). One by one "
+        said += f"only those of {names(alone)} are." if alone else "they are exact."
+    yield from prose(said)
+    yield ""
+    yield from source("coverage_forward_cpu", result)

@@ -746,6 +746,7 @@ PAGES = {
     "docs/one_pass.md": {"tokens": tokens_rows},
     "docs/models.md": {
         "counts": lambda: coverage_page.count_rows(load, source),
+        "forward": lambda: coverage_page.forward_rows(load, source, prose),
         "others": lambda: coverage_page.other_rows(load, source),
         "refused": lambda: coverage_page.refused_rows(load),
         "exact": lambda: coverage_page.exact_rows(load, prose),

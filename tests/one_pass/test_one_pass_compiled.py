@@ -203,6 +203,46 @@ def test_the_dispatcher_alone_makes_no_graph():
     assert counted["unique_graphs"] == plain
 
 
+class Experts(nn.Module):
+    """Sorted rows, which a trace of one pass leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.detach().flatten(0, 1).sum(1).argsort()
+        return self.expert(x.flatten(0, 1)[order])[order.argsort()].view(x.shape)
+
+
+class Layer(nn.Module):
+    """Experts between two layers that a graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.experts, self.after = nn.Linear(3, 3), Experts(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).tanh()
+        torch._dynamo.graph_break()
+        x = self.experts(x)
+        torch._dynamo.graph_break()
+        return self.after(x).tanh()
+
+
+def test_a_graph_serves_all_layers_of_a_model_with_experts():
+    """No guard of it names a parameter of one layer; else the ninth layer would run uncompiled."""
+    layers = nn.ModuleList(Layer() for _ in range(3)).double()
+    model = Block(*layers).double()
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    x, counted = torch.randn(8, 2, 3).double(), torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    for _ in range(2):
+        assert_exact(model, (x,), lambda m, batch: m(*batch).square().mean(), M)
+        assert counted["unique_graphs"] == 2
+
+
 class Own(list):
     """A list of one's own class."""
 

@@ -241,9 +241,9 @@ class MiniBatch:
         The operation `name` uses the parameters behind `held` on x, perhaps with rows in `any_order`.
         """
         found = routed(x, self.groups) if x.requires_grad and not torch.compiler.is_compiling() else None
-        picked = self.facts.findings.picked  # a trace guards names: ask for them where some rows are picked
+        picked = self.facts.findings.picked
         hidden = found is None and picked and (torch.compiler.is_compiling() or behind_a_graph(x))
-        if hidden and (names_of(held), name) in picked:
+        if hidden and self._meets_picked(held, name):
             raise UnsupportedUse(
                 f"{names_of(held)} goes through {name} on rows picked from the batch by index, whose places a compiled "
                 "graph does not tell; keep what picks and uses them out of torch.compile (torch.compiler.disable), or "
@@ -252,6 +252,9 @@ class MiniBatch:
         if found is not None:
             if (names_of(held), name) not in picked:
                 self.facts.find(picked=picked | {(names_of(held), name)})
+            for h in held:
+                if h is not None and h.entry is not None and name not in h.entry.picked:
+                    h.entry.picked |= {name}
             if not any_order:
                 raise UnsupportedUse(
                     f"{names_of(held)} goes through {name} on rows picked from the batch by index, which only linear "
@@ -284,6 +287,21 @@ class MiniBatch:
                 "loop over micro-batches, or keep the batch in its dimension"
             )
         return self.place_at(x, axis, name, held)
+
+    def _meets_picked(self, held: Held, name: str) -> bool:
+        """Whether the operation `name` on these has met rows that were picked by index.
+
+        A trace guards what it asks: names, of values that several parameters have made, since a graph that knows the
+        name of a layer's weight serves no other layer.
+        """
+        for h in held:
+            if h is None:
+                continue
+            if h.entry is None:
+                return (names_of(held), name) in self.facts.findings.picked
+            if name in h.entry.picked:
+                return True
+        return False
 
     def place_at(self, x: Tensor, axis: int, name: str, held: Held, found: Routed | None = None) -> Place:
         """`place` with the batch dimension, or the rows' places in the batch, known."""

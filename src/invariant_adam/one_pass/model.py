@@ -107,6 +107,7 @@ class ModelFacts:
             fits = entry is not None and entry.param is p and entry.companion.device == p.device
             if entry is None or not fits or entry.companion.dtype != wide(p.dtype):
                 entry = Entry(name.removeprefix("_orig_mod."), p)
+                entry.picked = known[entry.name].picked if entry.name in known else entry.picked
                 # What a check found out before fully_shard replaced the parameters holds for the new ones.
                 if self.sharded and entry.name in known:
                     entry.tied, entry.table = known[entry.name].tied, known[entry.name].table

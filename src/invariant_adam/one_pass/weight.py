@@ -52,6 +52,7 @@ class Entry:
         self.tied = False  # used more than once in a forward
         self.table: bool | None = None  # of those: by embeddings, then by one linear layer, and by nothing else
         self.reached = False  # by the gradients of the model's outputs
+        self.picked: frozenset[str] = frozenset()  # operations in which it has met rows that were picked by index
         self.tracked: Tensor | None = None  # num_batches_tracked of the batch norm it belongs to
         self.cumulative = False  # that batch norm averages over all updates, momentum=None
         # Who else is interested in it:
