@@ -16,7 +16,7 @@ on a part of its micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,14 @@ from ..mini_batch import MiniBatch
 from ..model import Site
 from ..ops.base import Squaring
 from ..ops.batch_norm import ghosts
-from ..routing import routed, sample_groups
+from ..routing import sample_groups
 from ..weight import Lifted
-from .against_loop import check_gradients, coincides, evaluating, few_of, sizes
+from .against_loop import check_gradients, coincides, few_of, sizes
 from .lengths import Look, extremes, input_sizes, look, surprising
-from .probe import TOLERANCE, Probe, Record, Trial, close, setting, summed_up
+from .probe import Probe, Record, Trial, close, setting, summed_up
 from .progress import Progress
 from .rehearsal import rehearse
+from .shares import check_losses, refuse_unequal_rows
 
 
 def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
@@ -46,23 +47,6 @@ def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
     if ids is None:
         ids = sample_groups(groups, x.shape[0], x.device)
     return x[ids != changed]
-
-
-def _exchange(trial: Trial, *changed: int) -> tuple[Trial, bool]:
-    """The trial with the samples of some groups replaced by another group's; whether that changed anything."""
-    groups = trial.mini.groups
-    visible = []
-
-    def replace(rows: Tensor) -> Tensor:
-        new = rows.clone()
-        for k in changed:
-            lo, other = k * groups.micro, groups.micro if k == 0 else 0
-            n = min(groups.micro, groups.batch - lo, groups.batch - other)
-            new[lo : lo + n] = rows[other : other + n]
-        visible.append(not bool(((new == rows) | (new != new)).all()))
-        return new
-
-    return trial.with_rows(replace), any(visible)
 
 
 def _signature(trial: Trial, additive: bool, shapes: bool = True) -> Any:
@@ -177,14 +161,14 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
         alone = [o for o in outputs if isinstance(o, Lifted)]
         _find_leaks(mini, outputs)
         if additive and mini.reduction == "mean":
-            _refuse_unequal(groups, outputs)
+            refuse_unequal_rows(groups, outputs)
         outputs = summed_up(outputs, groups.batch)
         if not ghostly:
             tell("its forward beside the plain one")
             _compare_forward(trial, outputs)
         tell("its forward with samples exchanged")
         for k in {0, groups.kappa - 1}:
-            exchanged, visible = _exchange(trial, k)
+            exchanged, visible = trial.exchanged(k)
             if not visible:
                 continue
             seen = True
@@ -206,7 +190,7 @@ def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tup
     _compare_unrounded(trial)
     _check_buffers(trial, base.written)
     if additive:
-        _check_losses(trial, outputs)
+        check_losses(trial, outputs)
     for entry in facts.order:
         entry.tied = entry.tied or base.uses[entry.name] > 1
         if entry.tied:
@@ -227,13 +211,14 @@ def _reconsider(trial: Trial, error: UnsupportedUse) -> None:
     """
     groups, facts = trial.mini.groups, trial.mini.facts
     base, before = error.probe or Probe(), facts.findings
+    error.probe = None  # it may be kept for long, and this is large
     with trial.plainly():
         try:
             outputs = trial.run()[1]
         except Exception:
             raise error from None
     _find_leaks(trial.mini, outputs)
-    others = [_exchange(trial, k)[0].seen() for k in {0, groups.kappa - 1}]
+    others = [trial.exchanged(k)[0].seen() for k in {0, groups.kappa - 1}]
     with trial.of_few(_fewer(trial)) as small:
         others.append(small.seen())
     for site, records in base.records.items():
@@ -387,7 +372,7 @@ def _compare_unrounded(trial: Trial) -> None:
     with trial.of_few(few) as small, ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        exchanged, visible = _exchange(small, 0)
+        exchanged, visible = small.exchanged(0)
         try:
             summed = partial(summed_up, batch=mini.groups.batch)
             before, after = small.run(summed)[1], exchanged.run(summed)[1]
@@ -429,101 +414,6 @@ def _check_buffers(trial: Trial, written: set[str]) -> None:
                 f"the buffer {name} is changed in the forward, and would be changed otherwise by a loop over "
                 "micro-batches (running statistics of your own? a power iteration?); put its module in eval mode, loop "
                 "over micro-batches, or pass check=False if the difference is welcome"
-            )
-
-
-def _check_losses(trial: Trial, outputs: list[Any]) -> None:
-    """A scalar output must be a sum over micro-batches, and the mean of what they give alone, by their samples.
-
-    A model that draws random numbers is let pass by the mean: alone, its micro-batches draw others.
-    """
-    losses = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.ndim == 0 and o.requires_grad]
-    groups, last = trial.mini.groups, trial.mini.groups.kappa - 1
-    if not losses:
-        return
-
-    def run(other: Trial) -> dict[int, Tensor]:
-        return dict(other.run(lambda outs: {i: outs[i].detach() for i in losses})[1])
-
-    first, second, both = (run(_exchange(trial, *changed)[0]) for changed in ((0,), (last,), (0, last)))
-    for i in losses:
-        whole, a, b, ab = (float(value.detach()) for value in (outputs[i], first[i], second[i], both[i]))
-        tolerance = 10 * TOLERANCE.get(outputs[i].dtype, 1e-3)
-        if abs(ab - b - a + whole) > tolerance * max(map(abs, (whole, a, b, ab))):
-            raise UnsupportedUse(
-                "the model's scalar output is not a mean over micro-batches: changing two of them together changes it "
-                f"by {ab - whole:.6g}, one by one by {a + b - 2 * whole:.6g}. Unequal numbers of tokens need weights=; "
-                "batch-wide terms (load balancing, in-batch negatives) need the loop"
-            )
-    if trial.mini.reduction != "mean" or groups.c is not None:
-        return
-    with torch.no_grad(), trial.plainly():
-        alone = [run(trial.cut(k)) for k in range(groups.kappa)]
-        still = not trial.cut(0).draws()
-    if any(isinstance(o, Record) and o.varies for o in outputs):
-        with nullcontext() if still else evaluating(trial.model):
-            _check_shares(trial, losses)
-    if not still:
-        return
-    for i in losses:
-        mean, whole = sum(float(out[i]) for out in alone) / groups.kappa, float(outputs[i].detach())
-        tolerance = 1e3 * TOLERANCE.get(outputs[i].dtype, 1e-4)
-        if abs(mean - whole) > tolerance * max(abs(mean), abs(whole)):
-            raise UnsupportedUse(
-                f"the model's scalar output is not a mean over micro-batches: it is {whole:.6g}, theirs have the mean "
-                f"{mean:.6g}. Unequal numbers of tokens need weights=, a sum over samples "
-                'reduction="sum", batch-wide terms the loop'
-            )
-
-
-def _check_shares(trial: Trial, losses: list[int]) -> None:
-    """Each micro-batch must have 1/κ of a loss: by the slope of the loss at the outputs that have samples.
-
-    Where the losses of all samples are about the same, as in a new model, the mean itself does not tell their shares.
-    """
-    groups = trial.mini.groups
-
-    def slopes(outputs: list[Any]) -> list[Tensor | None]:
-        batched = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad and o.ndim]
-        found: list[Tensor | None] = []
-        for i in losses if batched else ():
-            found += torch.autograd.grad(outputs[i], batched, retain_graph=True, allow_unused=True)
-        return found
-
-    whole = trial.run(slopes, backward=True)[1]
-    for k in range(groups.kappa if any(s is not None for s in whole) else 0):
-        rows = slice(k * groups.micro, (k + 1) * groups.micro)
-        with trial.plainly():
-            alone = trial.cut(k).run(slopes, backward=True)[1]
-        for got, own in zip(whole, alone, strict=False):
-            if got is None or own is None or got.shape[1:] != own.shape[1:] or got.shape[0] != groups.batch:
-                continue
-            share, own = got[rows].double() * groups.kappa, own.double()
-            if (share - own).norm() > (0.05 if got.dtype.itemsize < 4 else 0.01) * own.norm():
-                raise UnsupportedUse(
-                    f"the model's scalar output is not a mean over micro-batches: number {k} has "
-                    f"{share.norm() / own.norm():.3g} of its share. Unequal numbers of tokens need weights=, a sum "
-                    'over samples reduction="sum", batch-wide terms the loop'
-                )
-
-
-def _refuse_unequal(groups: Groups, outputs: list[Any]) -> None:
-    """Refuse outputs of picked rows, of which micro-batches have unequal shares: a mean over them has unequal shares.
-
-    A loss that the model returns is looked at itself.
-    """
-    tensors = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-    for o in [] if any(o.ndim == 0 for o in tensors) else tensors:
-        found = routed(o, groups)
-        if found is None:
-            continue
-        counts = found.ids.bincount(minlength=groups.kappa).tolist()
-        sizes = [(s.last - s.first) // (s.hi - s.lo) for s in groups.stretches for _ in range(s.lo, s.hi)]
-        if any(n * groups.batch != len(found.ids) * size for n, size in zip(counts, sizes, strict=True)):
-            raise UnsupportedUse(
-                f"the model returns rows that it picked by index, {', '.join(map(str, counts[:4]))}"
-                f"{', ...' if len(counts) > 4 else ''} of its micro-batches: a mean over them does not give each "
-                "micro-batch its share. Pass weights=, the rows of each sample, or loop over micro-batches"
             )
 
 

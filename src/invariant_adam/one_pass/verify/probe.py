@@ -192,6 +192,22 @@ class Trial(NamedTuple):
 
         return self._replace(inputs=tree_map(changed, self.inputs))
 
+    def exchanged(self, *changed: int) -> tuple[Trial, bool]:
+        """The trial with the samples of some groups replaced by another group's; whether that changed anything."""
+        groups = self.mini.groups
+        visible = []
+
+        def replace(rows: Tensor) -> Tensor:
+            new = rows.clone()
+            for k in changed:
+                lo, other = k * groups.micro, groups.micro if k == 0 else 0
+                n = min(groups.micro, groups.batch - lo, groups.batch - other)
+                new[lo : lo + n] = rows[other : other + n]
+            visible.append(not bool(((new == rows) | (new != new)).all()))
+            return new
+
+        return self.with_rows(replace), any(visible)
+
     @contextmanager
     def of_few(self, few: int, micro: int | None = None) -> Iterator[Trial]:
         """The trial of `few` micro-batches, which are all there are in here; of `micro` samples, if that is given.
