@@ -28,6 +28,26 @@ def reason(row):
     return row["why"].partition("; ")[0].replace("|", "\\|")
 
 
+def count_line(load, prose):
+    """What came of it, in a sentence."""
+    rows = load("coverage_cpu")["rows"]
+    made = {library: of(rows, library, "exact", "refused") for library in LIBRARIES}
+    exact = {library: of(rows, library, "exact") for library in LIBRARIES}
+    counts = (f"{len(exact[library])} of {len(made[library])} {what}" for library, what in LIBRARIES.items())
+    others = load("coverage_others_cpu")["rows"]
+    yield from prose(
+        "One pass was held against the loop on small versions of all models of transformers and timm that could be "
+        f"made. It is exact on {' and '.join(counts)}, and on {len(of_all(others, 'exact'))} of {len(others)} models "
+        "of other libraries, diffusion and speech models among them. The others it refuses by name. [On which "
+        "models](docs/models.md) lists them."
+    )
+
+
+def of_all(rows, outcome):
+    """The rows with this outcome."""
+    return [row for row in rows if row["outcome"] == outcome]
+
+
 def count_rows(load, source):
     """How many models were looked at, and what came of it."""
     result = load("coverage_cpu")

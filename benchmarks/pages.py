@@ -736,7 +736,13 @@ def on_gpu(rows):
 
 
 PAGES = {
-    "README.md": {"headline": headline_rows, "matched": matched_rows, "transfer": transfer_lines, "speed": speed_line},
+    "README.md": {
+        "headline": headline_rows,
+        "matched": matched_rows,
+        "transfer": transfer_lines,
+        "speed": speed_line,
+        "models": lambda: coverage_page.count_line(load, prose),
+    },
     "docs/when_not.md": {"matched": matched_rows, "transfer": transfer_lines},
     "docs/trainer_results.md": {"transfer": transfer_rows, "step": on_gpu(models_page.trainer_rows)},
     "docs/compared.md": {"rivals": rivals_rows},
