@@ -109,6 +109,11 @@ class Rows:
         self.rows: list[dict[str, Any]] = []
         self.new: list[dict[str, Any]] = []
         if not path.exists():
+            try:  # now, not when the first row is measured
+                write_json(path, self.result())
+                path.unlink()
+            except OSError as error:
+                raise ValueError(f"cannot write to --out {path}: {error}; choose another file") from error
             return
         found = read_json(path)
         if not isinstance(found, dict) or not isinstance(found.get("rows"), list):

@@ -288,6 +288,17 @@ def test_a_file_of_another_machine_or_command_is_not_added_to(tmp_path):
     assert "is not a result of this command; choose another file" in result.stderr
 
 
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "rows.json"
+    result = run("bench", "step", "--device", "cpu", "--out", str(out))
+    assert result.exit_code == 2
+    assert f"cannot write to --out {out}" in " ".join(result.stderr.split())
+    left = tmp_path / "new" / "rows.json"
+    Rows(left, "a command", "a benchmark", CPU)
+    assert not left.exists()
+
+
 @pytest.mark.slow
 def test_peers_compares_and_writes(tmp_path):
     out = tmp_path / "bench.json"

