@@ -942,3 +942,18 @@ def test_cudnn_tries_no_algorithms_for_the_check(monkeypatch):
     assert checks
     assert not any(checks)
     assert last
+
+
+def test_one_sample_beside_a_vector_is_not_a_batch_of_the_vectors_length() -> None:
+    """Positions (T,) beside x (1, T): the batch would be taken for T samples, one micro-batch of weight 1."""
+    model = Apply(lambda s, x, places: s.m[0](x + places), nn.Linear(5, 2))
+    x, places = torch.randn(1, 5), torch.randn(5)
+    with one_pass(model, 5), pytest.raises(ValueError, match=r"sizes \[1, 5\] in dimension 0.*pass batch_size="):
+        model(x, places)
+    with one_pass(model, 5, batch_size=1):
+        model(x, places).square().mean().backward()
+    assert model.m[0].weight.grad_kappa == 0.2
+    model.zero_grad()
+    with one_pass(model, 5):  # places (1, T) are spread over the batch
+        model(torch.randn(10, 5), places[None]).square().mean().backward()
+    assert model.m[0].weight.grad_kappa == 2

@@ -455,7 +455,8 @@ class _CallingThread:
 def _batch_size(args: Any, kwargs: Any, axis: int, given: int | None, check: bool) -> int:
     if given is not None and not check:
         return given
-    sizes = [t.shape[axis] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis]
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > axis]
+    sizes = [t.shape[axis] for t in tensors]
     if given is not None:
         if sizes and given not in sizes:
             raise ValueError(
@@ -464,7 +465,10 @@ def _batch_size(args: Any, kwargs: Any, axis: int, given: int | None, check: boo
             )
         return given
     found = set(sizes) - {1} or set(sizes)
-    if len(found) != 1:
+    # What has a size of 1 is spread over the batch, unless all others are vectors: then the batch may be one sample.
+    vectors = all(t.ndim == axis + 1 for t in tensors if t.shape[axis] != 1)
+    unclear = found != {1} and vectors and any(t.ndim > axis + 1 for t in tensors)
+    if len(found) != 1 or unclear:
         raise ValueError(
             f"the inputs have sizes {sizes} in dimension {axis}, which do not tell the mini-batch; pass batch_size="
         )
