@@ -53,6 +53,7 @@ RANDOM = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout "  # noqa: SIM905
     "native_dropout bernoulli rrelu gumbel_softmax".split()
 )
+DRAWS = 8  # of a few numbers, two may be the same
 # The same for all but the last two dimensions.
 PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())  # noqa: SIM905
 IN_PLACE = {
@@ -156,8 +157,8 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
 def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
     """The result of an operation on parameters alone."""
     if name in RANDOM:
-        first, second = (tree_flatten(call(*[h.value for h in held]))[0] for _ in range(2))
-        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        first, *others = (tree_flatten(call(*[h.value for h in held]))[0] for _ in range(DRAWS))
+        if not all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)):
             raise UnsupportedUse(
                 f"{names_of(held)} goes through {name} before it meets the batch; the loop would draw other numbers "
                 "for each micro-batch: apply it to a value of the batch, or loop over micro-batches"
