@@ -7,7 +7,7 @@ check of the model, right before the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ class Watch:
         _autograd.backward = self._backward
 
     def remove(self) -> None:
-        """Leave torch as it was."""
-        _autograd.backward = self.plain
+        """Leave torch as it was, and let go of the graph."""
+        _autograd.backward, self.made = self.plain, {None}
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self.mini.reduction == "mean" and not self.mini.single:
@@ -47,26 +47,25 @@ class Watch:
                 'the loss is a sum over samples (reduction="sum"), which one_pass takes for their mean; say '
                 'one_pass(..., reduction="sum"), or let it be a mean'
             )
-        found, seen = [node], {*self.made}
-        for each in found:  # which grows
-            if each in seen or len(seen) > NODES:
-                continue
-            seen.add(each)
+        for each in self._nodes(node):
             if each.name() in ("NllLossBackward0", "NllLoss2DBackward0") and not self._of_a_part(each, groups):
                 _refuse_unequal(each, groups)
-            found += [parent for parent, _ in each.next_functions]
 
     def _of_a_part(self, node: Any, groups: Groups) -> bool:
         """Whether a loss is of some of the samples, as of one micro-batch in a sum over all of them."""
+        return any(
+            each.name().startswith(CUTS) and getattr(each, "_saved_dim", 0) in (0, groups.axis)
+            for each in self._nodes(node)
+        )
+
+    def _nodes(self, node: Any) -> Iterator[Any]:
+        """What a value is made by, back to the model's outputs."""
         found, seen = [node], {*self.made}
         for each in found:  # which grows
-            if each in seen or len(seen) > NODES:
-                continue
-            seen.add(each)
-            if each.name().startswith(CUTS) and getattr(each, "_saved_dim", 0) in (0, groups.axis):
-                return True
-            found += [parent for parent, _ in each.next_functions]
-        return False
+            if each not in seen and len(seen) <= NODES:
+                seen.add(each)
+                found += [parent for parent, _ in each.next_functions]
+                yield each
 
 
 def _refuse_unequal(node: Any, groups: Groups) -> None:
