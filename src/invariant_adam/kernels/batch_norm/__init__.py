@@ -44,12 +44,9 @@ def running(momentum: float, kappa: int, cumulative: bool = False) -> Running:
 def takes_fused(x: Tensor, kappa: int) -> bool:
     """Whether Triton serves this input: it is contiguous, or its channels are last in memory.
 
-    Only the latter in a compiled graph, which may put contiguous images into another order for its convolutions. It
-    would turn them back for an operator.
+    A compiled graph has the plain formulas: fused with the activations beside them, and without launches from Python.
     """
-    if fused is None or not Serving.fused or not x.is_cuda or (is_compiling() and not fused.channels_last(x)):
-        return False
-    return bool(fused.serves(x, kappa))
+    return fused is not None and Serving.fused and x.is_cuda and not is_compiling() and bool(fused.serves(x, kappa))
 
 
 def statistics(
@@ -59,25 +56,24 @@ def statistics(
     """μ and r, each (κ, C), and None; the running statistics are updated κ times, the variance unbiased.
 
     `tracked`, the count of updates, has seen one of them already. With w and b in `affine`, y is made by the same call
-    where Triton serves. In a compiled graph they stay apart: it fuses what the kernels do not.
+    where Triton serves.
     """
     served = takes_fused(x, kappa)
-    if affine is not None and served and not is_compiling():
+    if affine is not None and served:
         made = fused.forward(x, kappa, eps, running_mean, running_var, *how, tracked, *affine)
         if Serving.noted is None:
             return made
     served = served and Serving.noted is None  # in a rehearsal nothing was started: plain torch makes it
     if tracked is not None:
         tracked.add_(kappa - 1)
-    call = plain.statistics if not served else fused.statistics_op if is_compiling() else fused.statistics
-    return *call(x.detach(), kappa, eps, running_mean, running_var, *how), None
+    made = (fused if served else plain).statistics(x.detach(), kappa, eps, running_mean, running_var, *how)
+    return *made, None
 
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """y, in the dtype and memory format of x."""
-    if not takes_fused(x, mean.shape[0]) or Serving.noted is not None:
-        return plain.normalise(x, mean, rstd, w, b)
-    return (fused.normalise_op if is_compiling() else fused.normalise)(x, mean, rstd, w, b)
+    served = takes_fused(x, mean.shape[0]) and Serving.noted is None
+    return (fused if served else plain).normalise(x, mean, rstd, w, b)
 
 
 def backward(
@@ -87,8 +83,4 @@ def backward(
 
     Without `shares` the sums may be left out.
     """
-    if not takes_fused(x, mean.shape[0]):
-        return plain.backward(g, x, mean, rstd, w, c, shares)
-    if is_compiling():  # which makes gradients in any order, and can make this one as it is wanted
-        return fused.backward_op(fused.like(g, x), x, mean, rstd, w, c)
-    return fused.backward(g, x, mean, rstd, w, c, shares)
+    return (fused if takes_fused(x, mean.shape[0]) else plain).backward(g, x, mean, rstd, w, c, shares)

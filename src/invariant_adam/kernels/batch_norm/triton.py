@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import chip
 from ..launch import Launch, cdiv, next_power_of_2
-from ..ops import FLOATS, operator, pair_of
+from ..ops import FLOATS
 
 ROWS, CHANNELS, WARPS = 64, 64, 4  # of a block's tile where channels are last
 NUMBERS, PLACES = 4096, 512  # of a tile where places are last, at most; of them in one plane
@@ -411,23 +411,3 @@ def backward(
     p.sum_gradients(g, x, partial, mean, rstd)
     p.finish_and_input_gradient(partial, c, sums, pairs, g, x, dx, mean, rstd, w)
     return dx, sums, pairs
-
-
-# The same as operators.
-statistics_op = operator(
-    "ghost_statistics(Tensor x, int kappa, float eps, Tensor(a!)? running_mean, Tensor(b!)? running_var, float keep, "
-    "float gain, float ratio) -> (Tensor, Tensor)",
-    lambda x, kappa, *_: pair_of(x, (kappa, x.shape[1])),
-)(statistics)
-normalise_op = operator(
-    "ghost_normalise(Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? b) -> Tensor",
-    lambda x, *_: torch.empty_like(x),
-)(normalise)
-backward_op = operator(
-    "ghost_backward(Tensor g, Tensor x, Tensor mean, Tensor rstd, Tensor? w, Tensor? c) -> (Tensor, Tensor, Tensor)",
-    lambda g, x, mean, *_: (
-        torch.empty_like(x),
-        mean.new_empty(mean.shape[0], 2, mean.shape[1]),
-        mean.new_empty(4, mean.shape[1]),
-    ),
-)(backward)
