@@ -267,15 +267,13 @@ def _finish_and_input_gradient(
         k, c, first, end, _ = spot(tl.program_id(0) - finishing, C, TILES, CHUNK, BC)
         e, a = _gather_group(partial, k, c, CHUNKS, C, CH)
         e, a = e / (IMAGES * HW), a / (IMAGES * HW)
-        _input_gradient(
-            G, X, DX, mean, rstd, w, e, a, k, c, first, end, C, IMAGES, HW, SPLIT, ALIGN, BP, BR, BC
-        )  # fmt: skip
+        _input_gradient(G, X, DX, mean, rstd, w, e, a, k, c, first, end, C, IMAGES, HW, SPLIT, ALIGN, BP, BR)
 
 
 @triton.jit
 def _input_gradient(
     G, X, DX, mean, rstd, w, e, a, k, c, first, end, C, IMAGES, HW, SPLIT,
-    ALIGN: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    ALIGN: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """w r (g − a − x̂ e) of a chunk."""
     mu, r_k, scale = _per_channel(mean, rstd, w, k, c, C)
