@@ -71,7 +71,6 @@ def reference_run(
     algorithm: Callable[..., reference.State] = reference.invariant_adam,
     decoupled: bool = True,
     sign: float = 1.0,
-    eps: float = 1e-8,
 ) -> reference.State:
     """Run the reference over updates of micro-batches, hyperparameters scaled to each (batches in micro-batches)."""
     state = reference.start(flat(model.parameters()))
@@ -80,7 +79,7 @@ def reference_run(
         if not decoupled:
             at = at._replace(weight_decay=h.weight_decay)
         grads = [gradient_of(model, x, sign) for x in micro]
-        state = algorithm(state, grads, at, eps=eps, decoupled=decoupled)
+        state = algorithm(state, grads, at, decoupled=decoupled)
     return state
 
 

@@ -58,12 +58,11 @@ class Rehearsed(graphs.Captured):
 class Weighed(nn.Module):
     """A loss that is linear in the weights, whose gradients are buffers."""
 
-    def __init__(self, dtype, device="cpu"):
+    def __init__(self, dtype):
         super().__init__()
         torch.manual_seed(0)
         self.ws = nn.ParameterList(torch.randn(s, dtype=dtype) for s in ((4, 3), (3,), (2, 5)))
-        self.cs = [torch.randn(3, *w.shape, dtype=dtype, device=device) for w in self.ws]
-        self.to(device)
+        self.cs = [torch.randn(3, *w.shape, dtype=dtype) for w in self.ws]
 
     def loss(self, k):
         return sum((w * c[k]).sum() for w, c in zip(self.ws, self.cs, strict=True))

@@ -71,9 +71,6 @@ class Browser:
         """What the page wrote to its console, errors and refused requests included."""
         return [entry["message"] for entry in self.ask("POST", "/se/log", {"type": "browser"})]
 
-    def screenshot(self):
-        return self.ask("GET", "/screenshot")
-
 
 @contextmanager
 def start(profile):

@@ -41,10 +41,6 @@ def seq(*modules: nn.Module) -> nn.Module:
     return nn.Sequential(*modules)
 
 
-def bags(s: Call, x: Tensor) -> Tensor:
-    return s.m[1](s.m[0](x))
-
-
 class ScaleAndShift(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

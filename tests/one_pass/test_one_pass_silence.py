@@ -452,7 +452,7 @@ def test_a_layer_used_more_often_than_when_it_was_checked(compiled):
 class Norms(nn.Module):
     """A batch norm used as `way` says."""
 
-    def __init__(self, way, affine=True, momentum=0.1):
+    def __init__(self, way, affine, momentum=0.1):
         super().__init__()
         self.way = way
         self.first, self.last = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 1)

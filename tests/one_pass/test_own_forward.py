@@ -39,7 +39,7 @@ def seen_in(model: nn.Module, forward: Callable[[], Any]) -> Seen:
     return found
 
 
-def assert_own(model: nn.Module, call: Callable[[], Any], dtype: torch.dtype | None, device: str, M: int = 3) -> None:
+def assert_own(model: nn.Module, call: Callable[[], Any], dtype: torch.dtype | None, device: str) -> None:
     """`call` runs the model; both runs begin with the same buffers and the same random numbers."""
     start = {n: b.clone() for n, b in model.named_buffers()}
 
@@ -51,7 +51,7 @@ def assert_own(model: nn.Module, call: Callable[[], Any], dtype: torch.dtype | N
             return seen_in(model, call)
 
     plain = run()
-    with one_pass(model, M, check=False):
+    with one_pass(model, 3, check=False):
         inside = run()
     assert len(plain) == len(inside)
     for (name, want), (_, got) in zip(plain, inside, strict=True):

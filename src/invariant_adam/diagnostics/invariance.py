@@ -82,7 +82,7 @@ def invariance_check(
         )
         seen = problem.marks[-1] * micro
         clock = Clock(progress, (len(sizes) + _FLOOR_RUNS) * seen + problem.marks[:2][-1] * micro)
-        causes, notes = _look(problem, sizes, coupled == "micro-batch")
+        causes, notes = _look(problem, coupled == "micro-batch")
         curves = [train(problem, size, tell=clock(f"B = {size}")) for size in sizes]
         orders = [_reordered(problem, sizes[-1] // micro, i) for i in range(_FLOOR_RUNS)]
         floors = [train(problem, micro, order=order, tell=clock("order floor")) for order in orders]
@@ -124,7 +124,7 @@ def _reordered(problem: Problem, block: int, which: int) -> list[int]:
 # ---------------------------------------------------------------- why runs part
 
 
-def _look(problem: Problem, sizes: list[int], accepted: bool) -> tuple[list[Cause], list[str]]:
+def _look(problem: Problem, accepted: bool) -> tuple[list[Cause], list[str]]:
     """Look at the model for what couples samples, remembers, or is random."""
     model = problem.build()
     device = runs.device_of(model)

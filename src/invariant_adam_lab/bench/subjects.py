@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from ..models import GPT, MODELS, ResNet, build
 
 USUAL_TOKENS = 1024
-_KINDS = ("timm", "hf")
 _EXAMPLE = "timm:convnext_tiny, hf:gpt2 or my_module:my_function"
 
 
