@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels import plain_torch
 from ...kernels.gemm_square import wide
-from ..groups import UnsupportedUse
+from ..groups import Groups, UnsupportedUse
 from ..routing import sample_groups
 from ..weight import Entry
 from .probe import Trial, differentiable, setting
@@ -265,74 +265,116 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _hold_against_loop(trial: Trial, tolerance: float | None) -> None:
-    mini, groups, entries = trial.mini, trial.mini.groups, trial.mini.facts.order
-    full = differentiable(trial.outputs())
-    batched = any(groups.batch in o.shape for o in full)
+    """Compare one pass with a loop, both from the same cotangents, and refuse what is further apart than `tolerance`.
+
+    The cotangents stand for the gradient of a loss: the model's outputs are there, and its loss may not be.
+    """
+    groups, entries = trial.mini.groups, trial.mini.facts.order
+    outputs = differentiable(trial.outputs())
+    batched = any(groups.batch in o.shape for o in outputs)
     # Two neighbours and the last: what a model does to every other sample, by its place, is otherwise the same for all.
     kept = sorted({0, 1, groups.kappa - 1} if batched else set(range(groups.kappa)))
-    axes = _batch_axes(trial, full)
-    # The same random cotangents for both, zero outside the micro-batches that are kept; one for a scalar.
-    generator = torch.Generator().manual_seed(0)
-    left_out = [k not in kept for k in sample_groups(groups, groups.batch, torch.device("cpu")).tolist()]
-    seeds: list[Tensor] = []
-    for o, axis in zip(full, axes, strict=True):
-        seed = torch.randn(o.shape, generator=generator, dtype=torch.float64)
-        if axis is not None:
-            seed.movedim(axis, 0)[left_out] = 0
-        else:  # not samples: the loss, where there is nothing else
-            seed.fill_(o.ndim == 0 and not batched)
-        seeds.append(seed.to(o))
+    axes = _batch_axes(trial, outputs)
+    seeds = _cotangents(groups, outputs, axes, kept, batched)
     if not any(bool(s.any()) for s in seeds):
         return
-    c = [1.0] * groups.kappa if groups.c is None else groups.c.tolist()
-    shares = []  # of each micro-batch that is kept: it, the loop's cotangents, and the factors of g and of its square
-    for k in kept:
-        lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
-        # A micro-batch's own mean is W/W_k = κ c_k times its share of the mini-batch's, which is what the cotangents
-        # are in one pass. So are the loop's, that many times as large: a hook that clamps them is seen.
-        times = groups.kappa * c[k] if mini.reduction == "mean" else 1.0
-        larger = times or 1.0
-        theirs = [s if d is None else larger * s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
-        shares.append((k, theirs, 1 / larger if batched or times else 0.0, c[k]))
+    turns = [_turn(trial, k, seeds, axes, batched) for k in kept]
     found: list[Difference] = []
     for part in _pieces(entries):
-        params = [e.param for e in part]
-        wants: dict[int, Tensor] = {}
-        squares: dict[int, Tensor] = {}
-        for k, theirs, share, weight in shares:
-            with trial.plainly():
-                grads = _grad(trial.cut(k), params, theirs)
-            for i, g in enumerate(grads):
-                if g is not None:
-                    own = share * g.to(wide(g.dtype))
-                    wants[i] = wants[i].add_(own) if i in wants else own.clone()
-                    own = own.square_().mul_(weight)
-                    squares[i] = squares[i].add_(own) if i in squares else own
-            del grads
-        got = _grad(trial, params + [e.companion for e in part], seeds)
+        wants = _loop(trial, [e.param for e in part], turns)
+        got = _grad(trial, [e.param for e in part] + [e.companion for e in part], seeds)
         for i, entry in enumerate(part):
             entry.reached = i in wants
             if i in wants and entry.size:
                 arrived = got[i + len(part)]
                 sq = None if arrived is None else entry.shaped(arrived)
-                found.append(Difference.of(entry, (got[i], sq), (wants.pop(i), squares.pop(i))))
-            got[i] = got[i + len(part)] = None
+                found.append(Difference.of(entry, (got[i], sq), wants.pop(i)))
+            got[i] = got[i + len(part)] = None  # freed one by one
     _restart(entries)
+    _judge(found, tolerance, partial(_strays, trial, seeds, axes) if batched else None)
 
-    def strays(entry: Entry) -> bool:
-        """Whether the cotangents of one micro-batch's outputs arrive at another's rows: then Σ c_k s_k² ≠ c_0 g²."""
-        own = [s if d is None else torch.zeros_like(s) for s, d in zip(seeds, axes, strict=True)]
-        for mine, s, d in zip(own, seeds, axes, strict=True):
-            if d is not None:
-                mine.narrow(d, 0, groups.micro).copy_(s.narrow(d, 0, groups.micro))
-        g, arrived = _grad(trial, [entry.param, entry.companion], own)
-        _restart(entries)
-        if g is None or arrived is None:
-            return False
-        g = g.to(wide(g.dtype))
-        return _rms(entry.shaped(arrived), c[0] * g.square()) > 0.01 * _rms(g.square())
 
-    _judge(found, tolerance, strays if batched else None)
+def _cotangents(
+    groups: Groups, outputs: list[Tensor], axes: list[int | None], kept: list[int], batched: bool
+) -> list[Tensor]:
+    """Random cotangents of the outputs, zero outside of the micro-batches that are kept.
+
+    A scalar, the loss, has the cotangent 1 if no output has samples (`batched`); beside such outputs it has 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    left_out = [k not in kept for k in sample_groups(groups, groups.batch, torch.device("cpu")).tolist()]
+    seeds: list[Tensor] = []
+    for o, axis in zip(outputs, axes, strict=True):
+        seed = torch.randn(o.shape, generator=generator, dtype=torch.float64)
+        if axis is not None:
+            seed.movedim(axis, 0)[left_out] = 0
+        else:
+            seed.fill_(o.ndim == 0 and not batched)
+        seeds.append(seed.to(o))
+    return seeds
+
+
+class Turn(NamedTuple):
+    """What the loop does with one micro-batch."""
+
+    k: int
+    seeds: list[Tensor]  # the cotangents of its outputs
+    share: float  # times its gradient: its part of what one pass has
+    weight: float  # c_k, of its square
+
+
+def _turn(trial: Trial, k: int, seeds: list[Tensor], axes: list[int | None], batched: bool) -> Turn:
+    """The turn of micro-batch k, from the cotangents of the mini-batch.
+
+    A micro-batch's own mean is W/W_k = κ c_k times its share of the mini-batch's, which is what the cotangents are in
+    one pass. So are the loop's, that many times as large: a hook that clamps them is seen.
+    """
+    groups = trial.mini.groups
+    lo, hi = k * groups.micro, min((k + 1) * groups.micro, groups.batch)
+    weight = _weight(groups, k)
+    times = groups.kappa * weight if trial.mini.reduction == "mean" else 1.0
+    larger = times or 1.0
+    own = [s if d is None else larger * s.narrow(d, lo, hi - lo) for s, d in zip(seeds, axes, strict=True)]
+    return Turn(k, own, 1 / larger if batched or times else 0.0, weight)
+
+
+def _weight(groups: Groups, k: int) -> float:
+    """c_k, the weight of micro-batch k's square."""
+    return 1.0 if groups.c is None else float(groups.c[k])
+
+
+def _loop(trial: Trial, params: list[Tensor], turns: list[Turn]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Σ s_k and Σ c_k s_k² over the turns of a loop, by the number of a parameter; none of those without a gradient."""
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    for k, seeds, share, weight in turns:
+        with trial.plainly():
+            grads = _grad(trial.cut(k), params, seeds)
+        for i, g in enumerate(grads):
+            if g is None:
+                continue
+            own = share * g.to(wide(g.dtype))
+            if i in sums:
+                sums[i][0].add_(own)
+                sums[i][1].add_(own.square_().mul_(weight))
+            else:
+                sums[i] = own, own.square().mul_(weight)
+        del grads  # before the next turn makes its own
+    return sums
+
+
+def _strays(trial: Trial, seeds: list[Tensor], axes: list[int | None], entry: Entry) -> bool:
+    """Whether the cotangents of one micro-batch's outputs arrive at another's rows: then Σ c_k s_k² ≠ c_0 g²."""
+    groups = trial.mini.groups
+    own = [s if d is None else torch.zeros_like(s) for s, d in zip(seeds, axes, strict=True)]
+    for mine, s, d in zip(own, seeds, axes, strict=True):
+        if d is not None:
+            mine.narrow(d, 0, groups.micro).copy_(s.narrow(d, 0, groups.micro))
+    g, arrived = _grad(trial, [entry.param, entry.companion], own)
+    _restart(trial.mini.facts.order)
+    if g is None or arrived is None:
+        return False
+    g = g.to(wide(g.dtype))
+    return _rms(entry.shaped(arrived), _weight(groups, 0) * g.square()) > 0.01 * _rms(g.square())
 
 
 def _restart(entries: list[Entry]) -> None:

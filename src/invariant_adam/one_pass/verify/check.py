@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..groups import Groups, UnsupportedUse, without_samples
 from ..mini_batch import MiniBatch
-from ..model import Site
+from ..model import ModelFacts, Site
 from ..ops.base import Squaring
 from ..ops.batch_norm import ghosts
 from ..routing import sample_groups
@@ -39,6 +39,8 @@ from .probe import Probe, Record, Trial, close, setting, summed_up
 from .progress import Progress
 from .rehearsal import rehearse
 from .shares import check_losses, refuse_unequal_rows
+
+ROUNDS = 8  # at most: each but the last reclassifies a use
 
 
 def _outside(record: Record, groups: Groups, changed: int) -> Tensor:
@@ -147,59 +149,73 @@ def _part(trial: Trial) -> int | None:
 
 def _establish(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tuple[bool, Look]:
     """All of the check: whether any two micro-batches differ, so that there was something to see, and its sizes."""
-    mini, facts, groups = trial.mini, trial.mini.facts, trial.mini.groups
-    ghostly = any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules())
-    summed = partial(summed_up, batch=groups.batch)
-    seen = False
-    for _ in range(8):
-        try:
-            base, outputs = trial.run()
-        except UnsupportedUse as error:
-            _reconsider(trial, error)
-            continue
-        before = facts.findings
-        alone = [o for o in outputs if isinstance(o, Lifted)]
-        _find_leaks(mini, outputs)
-        if additive and mini.reduction == "mean":
-            refuse_unequal_rows(groups, outputs)
-        outputs = summed_up(outputs, groups.batch)
-        if not ghostly:
-            tell("its forward beside the plain one")
-            _compare_forward(trial, outputs)
-        tell("its forward with samples exchanged")
-        for k in {0, groups.kappa - 1}:
-            exchanged, visible = trial.exchanged(k)
-            if not visible:
-                continue
-            seen = True
-            other, changed = exchanged.run(summed)
-            _compare_uses(mini, base, other, k)
-            if facts.findings is not before:
-                break  # reclassified: what was recorded no longer holds
-            _compare_outputs(groups, outputs, changed, k)
-        else:
-            _compare_shapes(trial, base)
-            if facts.findings is before:
-                break
-    else:
+    facts = trial.mini.facts
+    rounds = (_round(trial, additive, tell) for _ in range(ROUNDS))
+    settled = next((found for found in rounds if found is not None), None)
+    if settled is None:
         raise UnsupportedUse("the check of the model does not settle; loop over micro-batches")
-    for o in alone:
-        raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
+    base, outputs, seen = settled
     now = look(trial, base)
     tell("its buffers and its losses")
     _compare_unrounded(trial)
     _check_buffers(trial, base.written)
     if additive:
         check_losses(trial, outputs)
+    _find_tied(facts, base)
+    if not facts.findings.passed or coincides(trial):
+        check_gradients(trial, tell)
+    return seen, now
+
+
+def _round(trial: Trial, additive: bool, tell: Callable[[str], None]) -> tuple[Probe, list[Any], bool] | None:
+    """A run, held against the plain one, against one with samples exchanged, and against one of fewer micro-batches.
+
+    Returns its record, its outputs, and whether the exchange changed any sample. None where a use had to be
+    reclassified: rules then see the batch elsewhere, and another round must look again.
+    """
+    mini, facts, groups = trial.mini, trial.mini.facts, trial.mini.groups
+    try:
+        base, outputs = trial.run()
+    except UnsupportedUse as error:
+        _reconsider(trial, error)
+        return None
+    before = facts.findings  # replaced as a whole where a use is reclassified
+    alone = [o for o in outputs if isinstance(o, Lifted)]
+    _find_leaks(mini, outputs)
+    if additive and mini.reduction == "mean":
+        refuse_unequal_rows(groups, outputs)
+    outputs = summed_up(outputs, groups.batch)
+    if not any(isinstance(m, _BatchNorm) and ghosts(m) for m in trial.model.modules()):
+        tell("its forward beside the plain one")
+        _compare_forward(trial, outputs)
+    tell("its forward with samples exchanged")
+    seen = False
+    for k in {0, groups.kappa - 1}:
+        exchanged, visible = trial.exchanged(k)
+        if not visible:
+            continue
+        seen = True
+        other, changed = exchanged.run(partial(summed_up, batch=groups.batch))
+        _compare_uses(mini, base, other, k)
+        if facts.findings is not before:
+            return None
+        _compare_outputs(groups, outputs, changed, k)
+    _compare_shapes(trial, base)
+    if facts.findings is not before:
+        return None
+    for o in alone:
+        raise without_samples(o.handle.label, f"is returned by the model, with the shape {tuple(o.shape)}")
+    return base, outputs, seen
+
+
+def _find_tied(facts: ModelFacts, base: Probe) -> None:
+    """Note which parameters a run has used several times, and which of them as a table: embeddings, then one linear."""
     for entry in facts.order:
         entry.tied = entry.tied or base.uses[entry.name] > 1
         if entry.tied:
             used = base.served[entry.name]
             table = used == ["embedding"] * used.count("embedding") + ["linear"] * ("linear" in used)
             entry.table = table and entry.table is not False
-    if not facts.findings.passed or coincides(trial):
-        check_gradients(trial, tell)
-    return seen, now
 
 
 def _reconsider(trial: Trial, error: UnsupportedUse) -> None:
