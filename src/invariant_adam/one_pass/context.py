@@ -329,7 +329,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 entry.listen()
 
     def _harvest(self) -> None:
-        """Hand over what the backward left."""
+        """Hand over what the backward left, unless a square of it is missing or wrong."""
         mini, sink = self.mini, self.mini.sink
         if self.waiting:
             self.waiting = []
@@ -337,35 +337,17 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
                 "a backward in one_pass did not come to its end; what it left is dropped. Let its error out of the "
                 "context, and drop the update with opt.abandon() if step() asks for it"
             )
-        wrong = []
         modules = {entry.module for entry in self.armed if entry.done}
         if not modules and sink is not None and sink.passed:
             raise UnsupportedUse(
                 "into= found no backward but torch.autograd.grad(...) or backward(inputs=...), which leave no way into "
                 "the optimizer; call loss.backward(), with the other parameters frozen (requires_grad_(False))"
             )
+        wrong = []
         for entry in self.armed:
             if entry.done and entry.arrived == 1 and mini.kappa:
                 continue  # as nearly always
-            # A compiled graph does not count what it delivers: count forwards and backwards.
-            times = entry.arrived or entry.fired * max(1, self.forwards)
-            what, square = "", entry.companion.grad
-            if not entry.done and entry.param.grad is None and square is None:  # the optimizer skips it
-                if sink is not None and entry.reached and entry.module in modules and not mini.single:
-                    what = "no square, while others of its module have one: a compiled graph lost it; leave into= out"
-            elif not mini.kappa:
-                what = "a gradient, but no forward of the model ran inside one_pass: put both inside"
-            elif mini.single:
-                continue
-            elif square is None and not entry.done:
-                what = (
-                    "a gradient without a square (by backward(inputs=...)? freeze the others; in a named tuple that "
-                    "torch.compile did not look into? pass a list)"
-                )
-            elif times == 0:
-                what = f"a gradient without a square (through {entry.through})"
-            elif times > 1:
-                what = f"squared {times} times in parts, without their cross terms (through {entry.through})"
+            what = self._fault(entry, modules)
             if what:
                 wrong.append(f"{entry.name}: {what}")
         if wrong:
@@ -379,6 +361,33 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
             if found is not None:
                 entry.done = True
                 pair.put(entry.param, found, entry.taker)
+
+    def _fault(self, entry: Entry, modules: set[str]) -> str:
+        """What is wrong with the gradient and the square that a parameter has after a backward; "" if nothing is.
+
+        `modules` are those of which the optimizer has a pair already.
+        """
+        mini, square = self.mini, entry.companion.grad
+        if not entry.done and entry.param.grad is None and square is None:  # the optimizer skips it
+            if mini.sink is not None and entry.reached and entry.module in modules and not mini.single:
+                return "no square, while others of its module have one: a compiled graph lost it; leave into= out"
+            return ""
+        if not mini.kappa:
+            return "a gradient, but no forward of the model ran inside one_pass: put both inside"
+        if mini.single:
+            return ""  # the square is made of the gradient
+        if square is None and not entry.done:
+            return (
+                "a gradient without a square (by backward(inputs=...)? freeze the others; in a named tuple that "
+                "torch.compile did not look into? pass a list)"
+            )
+        # A compiled graph does not count what it delivers: count forwards and backwards.
+        times = entry.arrived or entry.fired * max(1, self.forwards)
+        if times == 0:
+            return f"a gradient without a square (through {entry.through})"
+        if times > 1:
+            return f"squared {times} times in parts, without their cross terms (through {entry.through})"
+        return ""
 
     def _take(self, entry: Entry) -> pair.Pair | None:
         """Take what has come to a parameter and its companion; None where no gradient has."""
