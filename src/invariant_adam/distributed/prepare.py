@@ -77,19 +77,35 @@ def prepare(
             )
         if shard_state:
             raise ValueError("shard_state=True is for whole weights; under fully_shard the moments are sharded already")
-        sharded = FullySharded(model, queue, squares_dtype)
-        for one in sharded.groups:
-            _check_alike(model, optimizer, one)
-        sharded.attach(model, queue)
-        queue.reducer = sharded
+        queue.reducer = _reducer_of_shards(model, optimizer, squares_dtype)
         return
     if squares_dtype is not None and not shard_state:
         raise ValueError(
             f"squares_dtype={squares_dtype} needs shard_state=True or FSDP2: replicas send v itself, which would stop "
             "moving in so few bits"
         )
-
     group = _group(model, optimizer, process_group, device_mesh)
+    queue.reducer = _reducer_of_replicas(model, optimizer, group, shard_state, squares_dtype)
+
+
+def _reducer_of_shards(model: nn.Module, optimizer: InvariantAdam, squares_dtype: torch.dtype | None) -> FullySharded:
+    """The reducer of a model that FSDP2 shards."""
+    reducer = FullySharded(model, optimizer.queue, squares_dtype)
+    for group in reducer.groups:
+        _check_alike(model, optimizer, group)
+    reducer.attach(model, optimizer.queue)
+    return reducer
+
+
+def _reducer_of_replicas(
+    model: nn.Module, optimizer: InvariantAdam, group: dist.ProcessGroup | None, shard_state: bool,
+    squares_dtype: torch.dtype | None,
+) -> ShardedState | Replicated:  # fmt: skip
+    """The reducer of a plain module or of DDP, whose weights are made rank 0's; DDP then reduces no gradients itself.
+
+    `group` are the ranks that see different data; None for a tensor-parallel model over all ranks, which see the same.
+    """
+    queue = optimizer.queue
     if shard_state and (group is None or any(hasattr(p, "device_mesh") for p in queue.moments.params())):
         raise ValueError("shard_state=True is for plain parameters; tensor-parallel ones have their moments in pieces")
     if group is not None:
@@ -103,7 +119,7 @@ def prepare(
     reducer.buffers = buffers
     if shard_state:
         reducer.open(queue)  # a checkpoint may be loaded before the first backward: into pieces
-    queue.reducer = reducer
+    return reducer
 
 
 @contextmanager
