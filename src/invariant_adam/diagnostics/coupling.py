@@ -12,6 +12,7 @@ The same micro-batch run twice tells what is random without a seed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -42,8 +43,16 @@ class Found(NamedTuple):
     alike: int = 0  # other modules of that class
 
 
+class _Seen(NamedTuple):
+    """What one comparison of runs has shown."""
+
+    kind: str  # as in `Found`
+    where: str
+    evaluated: bool = False  # of a loss: seen in eval mode, where the layers that couple samples are switched off
+
+
 class _Call(NamedTuple):
-    """One call of a module: what the kept samples has in its inputs and outputs."""
+    """One call of a module: what the kept samples have in its inputs and outputs."""
 
     name: str
     inputs: list[list[Rows]]
@@ -62,16 +71,7 @@ def find_coupling(model: nn.Module, loss_fn: LossFn, batch: Batch, other: Batch,
         other: where the other neighbours come from.
         seed: of the random numbers, the same for each run of the model.
     """
-    classes = {name: type(module).__name__ for name, module in model.named_modules()}
-    found: dict[tuple[str, str], Found] = {}
-    losses: list[tuple[str, str, bool]] = []
-
-    def add(kind: str, names: list[str]) -> None:
-        for name in names:
-            what = classes.get(name, "")
-            alike = sum(other == what for other in classes.values()) - 1
-            found.setdefault((kind, name if kind != "layer" else what), Found(kind, name, what, alike))
-
+    seen: list[_Seen] = []
     with randomness(), torch.compiler.set_stance("force_eager"):
         samples = length(batch)
         keeps: list[Keep] = [(i,) for i in sorted({0, samples // 2, samples - 1})]
@@ -82,30 +82,48 @@ def find_coupling(model: nn.Module, loss_fn: LossFn, batch: Batch, other: Batch,
             base, again = run(batch), run(batch)
             more = [run(batch) for _ in range(4)] if keep is keeps[0] else []  # what is random now and then
             random = [name for each in (again, *more) for name in _random(base, each)]
-            add("random", random)
+            seen += [_Seen("random", name) for name in random]
             if samples == 1:
                 break
             exchanged = _neighbours_changed(batch, other, keep)
             changed = run(exchanged)
             layers = _layers(base, again, changed)
-            add("layer", layers)
+            seen += [_Seen("layer", name) for name in layers]
             if layers:  # a loss behind them is seen where they are switched off
                 base, again, changed = (run(b, train=False) for b in (batch, batch, exchanged))
                 if _layers(base, again, changed):
                     continue
             kind, where = ("", "") if random else _loss(base, again, changed, len(keep) == 1 and samples > 2)
             if kind:
-                losses.append((kind, where, bool(layers)))
+                seen.append(_Seen(kind, where, bool(layers)))
+    return _causes(model, seen)
+
+
+def _causes(model: nn.Module, seen: list[_Seen]) -> list[Found]:
+    """The causes in what was seen: a cause changes what comes after it too, which is not named beside it."""
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    count = Counter(classes.values())
+    found: dict[tuple[str, str], Found] = {}
+
+    def add(kind: str, name: str) -> None:
+        what = classes.get(name, "")
+        key = kind, what if kind == "layer" else name  # layers of one class are named once
+        found.setdefault(key, Found(kind, name, what, count[what] - 1))
+
+    for kind, name, _ in seen:
+        if kind in ("random", "layer"):
+            add(kind, name)
     # What is random by itself differs without any exchange, and so does all that comes after it.
     if any(one.kind == "random" for one in found.values()):
         known = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
         return [one for one in found.values() if one.kind == "random" or one.where in known]
     # A layer that couples samples changes their gradients too, and those of some places alone, as a cumsum does.
+    # Beside such a layer a loss counts only if it was seen while the layer was switched off.
     behind = any(one.kind == "layer" for one in found.values())
     for kind in ("loss", "factor"):
-        names = sorted(where for k, where, off in losses if k == kind and off >= behind)
+        names = sorted(name for k, name, evaluated in seen if k == kind and evaluated >= behind)
         if names:
-            add(kind, names[:1])  # the outermost
+            add(kind, names[0])  # the outermost
             break
     return list(found.values())
 
