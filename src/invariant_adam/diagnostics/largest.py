@@ -94,23 +94,17 @@ def largest_invariant_lr(
         options: other arguments of `InvariantAdam`.
     """
     sizes, micro = check_sizes([batch_size], micro_batch_size)
-    if vary not in ("lr", "batch_size"):
-        raise ValueError(f'vary must be "lr" or "batch_size", got {vary!r}')
     if vary == "lr":
         if lr is not None:
             raise ValueError(f'lr={lr} is what is searched; give low and high, or vary="batch_size"')
-        if not 0 < low < high < math.inf:
-            raise ValueError(f"low and high must be learning rates, 0 < low < high, got {low} and {high}")
-        if not resolution > 1:
-            raise ValueError(f"resolution must be a ratio above 1, got {resolution}")
-        steps = max(1, math.ceil(math.log(high / low) / math.log(resolution) - 1e-9))
-        values = [low * (high / low) ** (i / steps) for i in range(steps + 1)]
-    else:
+        values = _rates(low, high, resolution)
+    elif vary == "batch_size":
         if lr is None:
             raise ValueError('vary="batch_size" needs lr, the learning rate of one update at the tuned batch size')
-        doublings = [micro << i for i in range(1, (batch_size // micro).bit_length()) if micro << i <= batch_size]
-        values = [float(size) for size in doublings if size < batch_size] + [float(batch_size)]
+        values = _doublings(micro, batch_size)
         sizes = [micro, *(int(value) for value in values)]
+    else:
+        raise ValueError(f'vary must be "lr" or "batch_size", got {vary!r}')
     check_rest(lr or low, samples, None, threshold, options)
     with runs.randomness():
         problem = problem_of(
@@ -123,10 +117,9 @@ def largest_invariant_lr(
         if dry_run:
             return found
         clock = Clock(progress, count * seen)
-        base: list[Curve] = []
+        base: list[Curve] = []  # the run at B = M, the same for all batch sizes
 
-        def passes(i: int) -> bool:
-            value = values[i]
+        def passes(value: float) -> bool:
             if vary == "lr":
                 pair = [train(problem, size, lr=value, tell=clock(f"lr = {value:.3g}")) for size in sizes]
             else:
@@ -135,14 +128,45 @@ def largest_invariant_lr(
             found.tried[value] = spread(pair)
             return found.tried[value] <= threshold
 
-        top, bottom = len(values) - 1, 0
-        if passes(top):
-            found.passes = values[top]
-        elif top == bottom or not passes(bottom):
-            found.fails = values[bottom]
-        else:
-            while top - bottom > 1:
-                middle = (top + bottom) // 2
-                top, bottom = (top, middle) if passes(middle) else (middle, bottom)
-            found.passes, found.fails = values[bottom], values[top]
+        found.passes, found.fails = _bisect(values, passes)
     return found
+
+
+def _rates(low: float, high: float, resolution: float) -> list[float]:
+    """Learning rates from `low` to `high`, at equal ratios of at most `resolution`."""
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"low and high must be learning rates, 0 < low < high, got {low} and {high}")
+    if not resolution > 1:
+        raise ValueError(f"resolution must be a ratio above 1, got {resolution}")
+    steps = max(1, math.ceil(math.log(high / low) / math.log(resolution) - 1e-9))
+    return [low * (high / low) ** (i / steps) for i in range(steps + 1)]
+
+
+def _doublings(micro: int, batch: int) -> list[float]:
+    """2M, 4M, ... below the batch size, and the batch size.
+
+    >>> _doublings(4, 24)
+    [8.0, 16.0, 24.0]
+    """
+    sizes = [micro << i for i in range(1, (batch // micro).bit_length())]
+    return [float(size) for size in sizes if size < batch] + [float(batch)]
+
+
+def _bisect(values: list[float], passes: Callable[[float], bool]) -> tuple[float | None, float | None]:
+    """Of values in order the largest that passes, and the next, which does not; None where all pass, or none does.
+
+    >>> _bisect([1.0, 2.0, 3.0, 4.0], lambda value: value < 3)
+    (2.0, 3.0)
+    """
+    bottom, top = 0, len(values) - 1
+    if passes(values[top]):
+        return values[top], None
+    if top == bottom or not passes(values[bottom]):
+        return None, values[bottom]
+    while top - bottom > 1:
+        middle = (top + bottom) // 2
+        if passes(values[middle]):
+            bottom = middle
+        else:
+            top = middle
+    return values[bottom], values[top]
