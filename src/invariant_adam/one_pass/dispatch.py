@@ -48,14 +48,14 @@ ALIGNED = frozenset(
     "__mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ rsub cat concat concatenate stack where lerp addcmul maximum "
     "minimum pow __pow__ __rpow__ scaled_dot_product_attention dstack hstack atan2 remainder __mod__".split()
 )
+# The same for all but the last two dimensions.
+PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())  # noqa: SIM905
 # Operations that draw random numbers where they are in train mode.
 RANDOM = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout "  # noqa: SIM905
     "native_dropout bernoulli rrelu gumbel_softmax".split()
 )
-DRAWS = 8  # of a few numbers, two may be the same
-# The same for all but the last two dimensions.
-PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm".split())  # noqa: SIM905
+DRAWS = 8  # that are compared: two alone may be the same, of few numbers
 IN_PLACE = {
     "__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_": torch.sub,
     "__imul__": torch.mul, "mul_": torch.mul, "__itruediv__": torch.div, "div_": torch.div,
@@ -105,11 +105,12 @@ Followed.dispatch = staticmethod(dispatch)
 def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operation without a rule of its own, or used in a way its rule does not cover."""
     if name in IN_PLACE and isinstance(args[0], Tensor) and mini.handle_of(args[0]) is None:
-        func = IN_PLACE[name]
+        func = IN_PLACE[name]  # x += p is x + p, dispatched again, and copied to x
         was = args[0].clone() if func in (torch.mul, torch.div) else args[0]  # their backward needs what was there
         return args[0].copy_(dispatch(func, (was, *args[1:]), kwargs))
     if kwargs.get("inplace"):
         kwargs = {**kwargs, "inplace": False}  # the value belongs to the parameters, not to this operation
+    # `leaves` are the arguments; where one of them holds others, what it holds, and `spec` puts them together again.
     leaves, spec = [*args, *kwargs.values()], None
     if not all(isinstance(a, Tensor) or type(a) in PLAIN for a in leaves):
         leaves, spec = tree_flatten((args, kwargs))
@@ -128,15 +129,17 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
             f"write it out of place (x = x + p instead of x += p, torch.cat instead of x[:, i:j] = p)"
         )
     mini.note(held, name)
+    # A tensor without a handle is the batch's or a constant.
     plain = [isinstance(a, Tensor) and h is None for a, h in zip(leaves, handles, strict=True)]
     batched = [p and mini.is_batched(a, names, name) for a, p in zip(leaves, plain, strict=True)]
     if mini.probe is not None:
         for a, p, b in zip(leaves, plain, batched, strict=True):
             if p:
                 mini.probe.saw(names, name, a, _axis_in(mini, a, name, names) if b else None)
+    # What differs from group to group: tensors of the batch, and handles; None for an argument that stays as it is.
     given = [a if b else h for a, h, b in zip(leaves, handles, batched, strict=True)]
 
-    def call(*tensors: Any) -> Any:
+    def call(*tensors: Any) -> Any:  # in the places of what is given
         it = iter(tensors)
         new = [a if g is None else next(it) for a, g in zip(leaves, given, strict=True)]
         if spec is None:
@@ -155,7 +158,11 @@ def fallback(mini: MiniBatch, func: Any, name: str, args: tuple[Any, ...], kwarg
 
 
 def _lift_result(mini: MiniBatch, call: Any, name: str, held: list[Handle], one_to_one: bool) -> Any:
-    """The result of an operation on parameters alone."""
+    """The result of an operation on parameters alone, as a value that is followed itself.
+
+    Where each of its elements is an element of the one parameter, its tag is made of the parameter's in the same way,
+    and Σ_k s_k² finds its way back. Any other is made of κ copies, which get a gradient each, to be squared at the end.
+    """
     if name in RANDOM:
         first, *others = (tree_flatten(call(*[h.value for h in held]))[0] for _ in range(DRAWS))
         if not all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)):
@@ -250,15 +257,16 @@ def _per_group(
     """One call per group under vmap, with the parameters' own copy for each."""
     groups = mini.groups
     axes = [_axis_of(mini, a, name, names) if isinstance(a, Tensor) else -1 for a in given]
-    widest, axis, shape = 0, -1, torch.Size()  # of the batched argument of most dimensions
+    # Of the batched argument of most dimensions, by which the batch is found in values of parameters and in results.
+    widest, axis, shape = 0, -1, torch.Size()
     for i, (a, at) in enumerate(zip(given, axes, strict=True)):
         if isinstance(a, Tensor) and a.ndim > len(shape):
             widest, axis, shape = i, at, a.shape
-    # Where the batch is in each other argument, and in the result.
+    # Where the labels of an einsum say that the batch is, in each argument and in the result; None without labels.
     under: list[int | None] = [None] * (len(given) + 1)
     if labels is not None:
         under = [each.find(labels[widest][axis]) for each in labels]
-    pieces, rows = [], []  # of each argument, per stretch; samples of a group
+    pieces, rows = [], []  # of each argument: per stretch (groups, ...); of each batched one: the rows of a group
     for a, at, below in zip(given, axes, under, strict=False):
         if isinstance(a, Handle):
             pieces.append(own_copies(mini, name, a, axis, shape, below))
@@ -277,7 +285,7 @@ def _per_group(
     flat = [_apart(r) for r in results]
     merged = []
     for outs in zip(*[f[0] for f in flat], strict=True):
-        first = outs[0]
+        first = outs[0]  # (groups, ...)
         likely = (axis if under[-1] is None else under[-1], *range(first.ndim - 1))
         where = [a for a in likely if 0 < a + 1 < first.ndim and first.shape[a + 1] in rows]
         if not where:
