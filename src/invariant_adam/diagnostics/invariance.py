@@ -169,39 +169,44 @@ def _explain(result: InvarianceResult, problem: Problem, clock: Clock) -> None:
         result.causes += [Cause.nondeterministic(result.repeat, named)]
     if result.agrees or (noisy and result.spread <= 3 * max(result.repeat, result.floor)):
         return
-    ends = (result.micro_batch_size, result.curves[-1].batch)
-    lost = [curve.batch for curve in result.curves if curve.diverged]
+    result.causes.append(_too_large(result, problem, clock))
+
+
+def _too_large(result: InvarianceResult, problem: Problem, clock: Clock) -> Cause:
+    """Updates are too large; what would mend it is tried in runs of its own."""
+    micro, largest = result.micro_batch_size, result.curves[-1].batch
+
+    def helps(after: float) -> bool:
+        return after <= result.limit or after < result.spread_at(largest) / 3
+
     remedies: list[str] = []
     if result.growth is None:
         grown = problem._replace(growth=0.1)
-        after = spread([result.curves[0], train(grown, ends[1], tell=clock("grown in"))])
-        if after <= result.limit or after < result.spread_at(ends[1]) / 3:
+        after = spread([result.curves[0], train(grown, largest, tell=clock("grown in"))])
+        if helps(after):
             remedies.append(f"grow in (grow=True): the spread is {after:.2g} then")
     fits = [curve.batch for curve in result.curves[1:] if result.spread_at(curve.batch) <= result.limit]
     if fits:
         remedies.append(f"stay at B = {max(fits)} or below, which is within the limit")
     lower = problem.options["lr"] / 10
-    pair = [train(problem, size, lr=lower, tell=clock(f"lr = {lower:g}")) for size in ends]
-    after = spread(pair)
-    kind = "update too large"
-    rho = ends[1] / result.tuned_batch_size
-    share = 1 - RULES[result.rule].betas(result.betas, rho)[0]
-    if after <= result.limit or after < result.spread_at(ends[1]) / 3:
+    after = spread([train(problem, size, lr=lower, tell=clock(f"lr = {lower:g}")) for size in (micro, largest)])
+    if helps(after):
         remedies.append(f"lower lr: at {lower:g} the spread is {after:.2g}")
     else:
         remedies.append(f"lower lr by more than ten times (at {lower:g} the spread is {after:.2g}), or warm up")
+    rho = largest / result.tuned_batch_size
+    share = 1 - RULES[result.rule].betas(result.betas, rho)[0]
     if share > 0.5:
         remedies.append("raise beta1, or tune at a larger batch (tuned_batch_size)")
-    gone = f" Runs are lost at B = {', '.join(map(str, lost))}." if lost else ""
-    first = "" if result.growth else " The first update is all that the moments have, since nothing grew in."
-    chance = result.floor > 4 * result.tolerance
-    order = f" The order of the samples alone moves the loss by {result.floor:.2g}." if chance else ""
-    result.causes.append(
-        Cause(
-            kind,
-            "",
-            f"Updates are too large: lr = {result.lr:g} becomes {result.lr * rho:.3g} at B = {ends[1]}, and one update "
-            f"replaces {share:.0%} of m.{gone}{first}{order}",
-            "; ".join(remedies),
-        )
+    text = (
+        f"Updates are too large: lr = {result.lr:g} becomes {result.lr * rho:.3g} at B = {largest}, and one update "
+        f"replaces {share:.0%} of m."
     )
+    lost = [curve.batch for curve in result.curves if curve.diverged]
+    if lost:
+        text += f" Runs are lost at B = {', '.join(map(str, lost))}."
+    if not result.growth:
+        text += " The first update is all that the moments have, since nothing grew in."
+    if result.floor > 4 * result.tolerance:
+        text += f" The order of the samples alone moves the loss by {result.floor:.2g}."
+    return Cause("update too large", "", text, "; ".join(remedies))
