@@ -241,26 +241,15 @@ class MiniBatch:
         The operation `name` uses the parameters behind `held` on x, perhaps with rows in `any_order`.
         """
         found = routed(x, self.groups) if x.requires_grad and not torch.compiler.is_compiling() else None
-        picked = self.facts.findings.picked
-        hidden = found is None and picked and (torch.compiler.is_compiling() or behind_a_graph(x))
+        if found is not None:
+            return self._place_picked(x, name, held, found, any_order)
+        hidden = self.facts.findings.picked and (torch.compiler.is_compiling() or behind_a_graph(x))
         if hidden and self._meets_picked(held, name):
             raise UnsupportedUse(
                 f"{names_of(held)} goes through {name} on rows picked from the batch by index, whose places a compiled "
                 "graph does not tell; keep what picks and uses them out of torch.compile (torch.compiler.disable), or "
                 "loop over micro-batches"
             )
-        if found is not None:
-            if (names_of(held), name) not in picked:
-                self.facts.find(picked=picked | {(names_of(held), name)})
-            for h in held:
-                if h is not None and h.entry is not None and name not in h.entry.picked:
-                    h.entry.picked |= {name}
-            if not any_order:
-                raise UnsupportedUse(
-                    f"{names_of(held)} goes through {name} on rows picked from the batch by index, which only linear "
-                    "layers and elementwise products support; apply it before the rows are picked"
-                )
-            return self.place_at(x, 0, name, held, found)
         if not x.requires_grad and not self.is_batched(x, names_of(held), name):
             if self.probe is not None:
                 self.probe.saw(names_of(held), name, x)
@@ -287,6 +276,21 @@ class MiniBatch:
                 "loop over micro-batches, or keep the batch in its dimension"
             )
         return self.place_at(x, axis, name, held)
+
+    def _place_picked(self, x: Tensor, name: str, held: Held, found: Routed, any_order: bool) -> Place:
+        """`place` of rows that were picked by index. The use is remembered: a compiled graph does not tell of it."""
+        site, picked = (names_of(held), name), self.facts.findings.picked
+        if site not in picked:
+            self.facts.find(picked=picked | {site})
+        for h in held:
+            if h is not None and h.entry is not None and name not in h.entry.picked:
+                h.entry.picked |= {name}
+        if not any_order:
+            raise UnsupportedUse(
+                f"{names_of(held)} goes through {name} on rows picked from the batch by index, which only linear "
+                "layers and elementwise products support; apply it before the rows are picked"
+            )
+        return self.place_at(x, 0, name, held, found)
 
     def _meets_picked(self, held: Held, name: str) -> bool:
         """Whether the operation `name` on these has met rows that were picked by index.
