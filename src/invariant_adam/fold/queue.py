@@ -185,7 +185,7 @@ class FoldQueue:
             return
         update.kinds |= {x.grad_sq is not None for x in pairs}
         folds, now, room = self.count(params, tallies, pairs), [], 0
-        # A list has waited for each other already.
+        # There is room to wait for one gradient that comes in a backward: more will. A list has waited already.
         if self.in_backward and len(params) == 1 and torch._C._current_graph_task_id() >= 0:
             room = _room_on(pairs[0].grad.device)
         if not room and update.expected is None:
@@ -193,7 +193,7 @@ class FoldQueue:
             return
         for p, tally, x, fold in zip(params, tallies, pairs, folds, strict=True):
             if update.expected is not None and self._is_whole(tally, x):
-                update.late[p] = fold
+                update.late[p] = fold  # for the step, which folds it and moves the weight at once
                 update.versions[p] = x.grad._version
             elif (size := x.grad.numel()) < room and not x.borrowed:
                 # It waits for the end of the backward that is running, to share a launch with others.
