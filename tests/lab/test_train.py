@@ -335,6 +335,15 @@ def test_epochs_are_heard_of_in_order(sources):
     assert all(row["seconds"] > 0 for row in rows)
 
 
+def test_a_run_whose_weights_are_no_numbers_ends_there(sources):
+    heard: list[train.Row] = []
+    settings = run("resnet-ln", "standard", "square_root", epochs=4, lr0=1e30)
+    updates = sum(1 for _ in train.train(settings, sources["resnet-ln"], on_epoch=heard.append))
+    assert [row["epoch"] for row in heard] == [1, 2, 3, 4]
+    assert all(math.isnan(row["test_loss"]) for row in heard)
+    assert updates < 2 * (sources["resnet-ln"].count // MAX)
+
+
 @pytest.mark.parametrize("engine", ["loop", "one-pass"])
 def test_in_bfloat16_weights_stay_float32(engine, sources):
     source = small_source("vit", precision="bfloat16")

@@ -150,7 +150,7 @@ def test_the_forward_is_the_models_own_under_autocast(kind, device: str) -> None
         plain = model(x.to(device))
         with one_pass(model, 3):
             out = model(x.to(device))
-            assert out.dtype == plain.dtype == torch.bfloat16
+            assert out.dtype == plain.dtype  # on a GPU autocast sums in float32
             assert torch.equal(out, plain)
             out.float().mean().backward()
 

@@ -102,6 +102,26 @@ def test_inductor_with_the_loss_outside_equals_the_loop(name, into):
     against_loop(*lab_case(name, torch.float32), into=into, backend="inductor")
 
 
+@pytest.mark.slow
+def test_a_compiled_ghost_batch_norm_keeps_no_image_in_float32():
+    """Where backward asked for the forward's x̂, the compiler kept it in float32 and not x in bfloat16."""
+    torch.manual_seed(0)
+    model, x, kept = models.build("resnet18", classes=10, width=8, depths=(1, 1)), torch.randn(12, 3, 8, 8), []
+    run = torch.compile(model)
+
+    def keep(t):
+        kept.append(t)
+        return t
+
+    with ia.one_pass(run, 3):
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = run(x)
+        out.float().square().mean().backward()
+    images = [t for t in kept if t.ndim >= 4 and 12 in (t.shape[0], t.shape[:2].numel())]
+    assert images
+    assert torch.float32 not in {t.dtype for t in images}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("name", ["vit", "resnet", "gpt-tied"])

@@ -6,6 +6,7 @@ share a GPU, each on a stream of its own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -59,8 +60,9 @@ def train(
     """Train; yield after each update; return a row per epoch.
 
     On a GPU the caller makes the run's stream current whenever it resumes the run. The numbers of an epoch are read
-    once the device has them; nothing waits for them. The updates that a run grows in by are few and of many sizes:
-    they are loops over micro-batches, without a graph and not compiled.
+    once the device has them; nothing waits for them. A run whose weights are no numbers any more ends there: the rows
+    of the epochs that are left say so. The updates that a run grows in by are few and of many sizes: they are loops
+    over micro-batches, without a graph and not compiled.
 
     Args:
         run: settings.
@@ -109,6 +111,9 @@ def train(
             on_epoch(rows[-1])
 
     for number in range(run.epochs):
+        read()
+        if rows and not _alive(rows[-1]):
+            break
         epoch_data.begin(number)
         sizes, made, place = run.update_sizes(number, take), 0, number * take
         while made < len(sizes):
@@ -149,7 +154,15 @@ def train(
     while waiting:
         read(wait=not gpu)
         yield
+    for number in range(len(rows), run.epochs):
+        rows.append({**rows[-1], "epoch": number + 1, "samples": (number + 1) * take})
+        on_epoch(rows[-1])
     return rows
+
+
+def _alive(row: Row) -> bool:
+    """Whether the weights at the end of an epoch are numbers, by the losses on both sets."""
+    return math.isfinite(row["test_loss"]) or math.isfinite(row["end_train_loss"])
 
 
 def _event() -> Any:

@@ -1,4 +1,8 @@
-"""Ghost batch norm in plain torch, for every device and memory format."""
+"""Ghost batch norm in plain torch, for every device and memory format.
+
+It is also what compiled graphs are made of. Sums are taken over the places of each sample, then over the samples of
+each group, so that x is never viewed as groups, which would be other strides to a compiler.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,12 @@ def statistics(
     keep: float, gain: float, ratio: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """μ and r (κ, C), and the running statistics updated in place."""
-    xs = _grouped(x, kappa).to(wide(x.dtype))
-    var, mean = torch.var_mean(xs, dim=(1, *range(3, xs.ndim)), correction=0)
+    xs = _with_places(x.to(wide(x.dtype)))
+    within, each = torch.var_mean(xs, _places(xs), correction=0)  # of a sample: (N, C)
+    between, mean = torch.var_mean(each.unflatten(0, (kappa, -1)), 1, correction=0)
+    var = within.unflatten(0, (kappa, -1)).mean(1) + between
     if running_mean is not None and running_var is not None:
-        rows = xs[0].numel() // x.shape[1]
+        rows = x.numel() // (kappa * x.shape[1])
         after = torch.arange(kappa - 1, -1, -1, dtype=mean.dtype, device=x.device)
         weight = gain * torch.pow(ratio, after)
         running_mean.mul_(keep).add_(weight @ mean)
@@ -26,14 +32,12 @@ def statistics(
 
 def normalise(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
     """y, in the dtype of x."""
-    y = _standard(x, mean, rstd).flatten(0, 1)
+    y = _standard(x, mean, rstd)
     shape = (1, -1, *(1,) * (y.ndim - 2))
     if w is not None:
         y = y * w.view(shape)
     if b is not None:
         y = y + b.view(shape)
-    if w is None and b is None and y.dtype == x.dtype:
-        y = y.clone()  # a Function must not return a view: an activation may write over it
     # No cast that casts nothing: compilers return what it makes beside the output, and torch 2.11 then gives the
     # gradient to the wrong one of two names of one tensor.
     return y if y.dtype == x.dtype else y.to(x.dtype)
@@ -43,27 +47,32 @@ def backward(
     g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, c: Tensor | None, shares: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, the sums (κ, 2, C) and the pairs (4, C)."""
-    hat = _standard(x, mean, rstd)
-    grad = _grouped(g, mean.shape[0]).to(hat.dtype)
-    over = (1, *range(3, hat.ndim))
-    rows = hat[0].numel() // x.shape[1]
-    sums = torch.stack([(grad * hat).sum(over), grad.sum(over)], 1)
+    # μ − x, and not x − μ: a compiler would keep the forward's in float32, where it can make this one again from x.
+    below, grad = _per_sample(mean, x) - x, g.to(mean.dtype)
+    kappa, rows = mean.shape[0], x.numel() // mean.numel()
+    d, a = (t.sum(_places(t)).unflatten(0, (kappa, -1)).sum(1) for t in map(_with_places, (grad * below, grad)))
+    e = -rstd * d
+    sums = torch.stack([e, a], 1)
     scale = rstd if w is None else rstd * w
-    dx = grad - _channels(sums[:, 1] / rows, hat) - hat * _channels(sums[:, 0] / rows, hat)
-    dx = dx * _channels(scale, hat)
+    dx = _per_sample(scale, x) * (grad - _per_sample(a / rows, x) + below * _per_sample(rstd * e / rows, x))
     total, squares = sum_square(sums, c)
-    return dx.flatten(0, 1).to(x.dtype), sums, torch.stack([total, squares], 1).flatten(0, 1)
+    return dx.to(x.dtype), sums, torch.stack([total, squares], 1).flatten(0, 1)
 
 
-def _grouped(x: Tensor, kappa: int) -> Tensor:
-    return x.reshape(kappa, -1, *x.shape[1:])
+def _with_places(x: Tensor) -> Tensor:
+    """x (N, C, *spatial), of one place where there are none."""
+    return x if x.ndim > 2 else x[..., None]
 
 
-def _channels(t: Tensor, like: Tensor) -> Tensor:
-    """(κ, C) as (κ, 1, C, 1, ...)."""
-    return t.view(t.shape[0], 1, t.shape[1], *(1,) * (like.ndim - 3))
+def _places(x: Tensor) -> tuple[int, ...]:
+    return tuple(range(2, x.ndim))
+
+
+def _per_sample(t: Tensor, like: Tensor) -> Tensor:
+    """(κ, C) as (N, C, 1, ...): each group's for its samples."""
+    samples = like.shape[0] // t.shape[0]
+    return t[:, None].expand(-1, samples, -1).reshape(*like.shape[:2], *(1,) * (like.ndim - 2))
 
 
 def _standard(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    xs = _grouped(x, mean.shape[0]).to(mean.dtype)
-    return (xs - _channels(mean, xs)) * _channels(rstd, xs)
+    return (x.to(mean.dtype) - _per_sample(mean, x)) * _per_sample(rstd, x)
