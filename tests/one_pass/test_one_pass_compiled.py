@@ -311,6 +311,25 @@ def test_parameters_in_tuples_are_seen_by_a_trace(how, elsewhere):
     assert_exact(model, (x,), lambda m, batch: m(*batch).square().mean(), M, run=run)
 
 
+@pytest.mark.parametrize("turned", ["T", "mT"])
+def test_a_property_of_a_parameter_breaks_no_graph(turned):
+    """torch 2.11 does not see which property is asked for."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids) @ getattr(self.table.weight, turned)
+
+    def loss(model, batch):
+        return model(*batch).square().mean()
+
+    model, ids = Tied().double(), torch.randint(20, (M * KAPPA, 3))
+    assert_exact(model, (ids,), loss, M, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("check", [False, True])
 def test_parameters_in_a_list_of_another_class_are_refused(compiled, check):

@@ -99,6 +99,22 @@ def test_equals_the_loop(apply: Apply, which: str, M: int) -> None:
     assert_exact(Sorted(apply), batch, loss, M)
 
 
+ACTIVATIONS = [
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
+    nn.Softplus, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_keep_their_place_through_an_activation(activation: type[nn.Module]) -> None:
+    def apply(m: Sorted, rows: Tensor, sizes: list[int]) -> Tensor:
+        return m.last(activation()(rows))
+
+    torch.manual_seed(1)
+    batch = torch.randn(B, T, D, dtype=torch.float64), destinations("spread")
+    assert_exact(Sorted(apply), batch, loss, 3)
+
+
 class Languages(nn.Module):
     """Sequences that are picked whole, each for its language's layers, tied ones among them, as in X-MOD."""
 

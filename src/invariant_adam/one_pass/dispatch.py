@@ -22,6 +22,7 @@ from .exchange import Open
 from .groups import UnsupportedUse, without_samples
 from .mini_batch import MiniBatch, Mode
 from .ops.base import OPERATIONS, as_called
+from .tracing import asked_by_traces
 from .weight import Followed, Handle, lift, names_of
 
 PROPERTIES = {name for name in dir(Tensor) if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")}
@@ -71,7 +72,12 @@ PLAIN = frozenset({int, float, bool, str, type(None), type(Ellipsis), torch.dtyp
 def name_of(func: Any) -> str:
     """The name of a torch function; a property's own name for its getter."""
     name: str = getattr(func, "__name__", None) or str(func)
-    return func.__self__.__name__ if name == "__get__" else name
+    return _property(func) if name == "__get__" else name
+
+
+@asked_by_traces
+def _property(getter: Any) -> str:
+    return str(getter.__self__.__name__)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,8 @@ ROWWISE = frozenset({"torch::autograd::CopyBackwards", "CatBackward0"}) | frozen
     f"{name}Backward{i}"
     for name in (  # noqa: SIM905
         "Add Sub Mul Div Neg Silu Gelu Relu Sigmoid Tanh NativeDropout ToCopy Split SplitWithSizes Chunk Pow Clamp "
-        "LeakyRelu Elu Softplus HardswishBackward Mish Abs Exp Clone Linear MaskedFill Slice"
+        "LeakyRelu Elu Celu Softplus Hardswish Hardtanh Hardsigmoid LogSigmoid Mish Abs Exp Clone Linear MaskedFill "
+        "Slice"
     ).split()
     for i in (0, 1)
 )

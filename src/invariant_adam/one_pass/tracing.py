@@ -29,6 +29,15 @@ def part_of_traces(function: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
 
 
+def asked_by_traces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a trace call this function and take its answer for a constant, as `torch.compiler.assume_constant_result`.
+
+    That would import torch's compiler. Nothing else lets torch 2.11 see the name of a property that is asked for.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 class Tuples:
     """Traces look into tuples from here on, until `remove`.
 

@@ -255,7 +255,7 @@ class Lifted(Followed, torch.Tensor):
 
 def lift(value: Tensor, handle: Handle) -> Tensor:
     """A `Lifted` that looks like `value`."""
-    plain = not value.requires_grad and not torch.compiler.is_compiling()
+    plain = not torch.compiler.is_compiling() and not value.requires_grad
     out = (value if plain else apart(value)).as_subclass(Lifted)  # which is another tensor
     out.handle = handle
     return out
