@@ -1,7 +1,6 @@
 """Ghost batch norm in plain torch, for every device and memory format.
 
-It is also what compiled graphs are made of. Sums are taken over the places of each sample, then over the samples of
-each group, so that x is never viewed as groups, which would be other strides to a compiler.
+It is also what compiled graphs are made of: only what is summed is viewed as groups, and all else has the shape of x.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ def statistics(
     keep: float, gain: float, ratio: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """μ and r (κ, C), and the running statistics updated in place."""
-    xs = _with_places(x.to(wide(x.dtype)))
-    within, each = torch.var_mean(xs, _places(xs), correction=0)  # of a sample: (N, C)
-    between, mean = torch.var_mean(each.unflatten(0, (kappa, -1)), 1, correction=0)
-    var = within.unflatten(0, (kappa, -1)).mean(1) + between
+    xs = x.to(wide(x.dtype)).unflatten(0, (kappa, -1))
+    var, mean = torch.var_mean(xs, _rows(xs), correction=0)
     if running_mean is not None and running_var is not None:
         rows = x.numel() // (kappa * x.shape[1])
         after = torch.arange(kappa - 1, -1, -1, dtype=mean.dtype, device=x.device)
@@ -50,22 +47,24 @@ def backward(
     # μ − x, and not x − μ: a compiler would keep the forward's in float32, where it can make this one again from x.
     below, grad = _per_sample(mean, x) - x, g.to(mean.dtype)
     kappa, rows = mean.shape[0], x.numel() // mean.numel()
-    d, a = (t.sum(_places(t)).unflatten(0, (kappa, -1)).sum(1) for t in map(_with_places, (grad * below, grad)))
-    e = -rstd * d
+    e, a = -rstd * _sums(grad * below, kappa), _sums(grad, kappa)
     sums = torch.stack([e, a], 1)
     scale = rstd if w is None else rstd * w
-    dx = _per_sample(scale, x) * (grad - _per_sample(a / rows, x) + below * _per_sample(rstd * e / rows, x))
+    dx = grad - _per_sample(a / rows, x) + below * _per_sample(rstd * e / rows, x)
+    dx = dx * _per_sample(scale, x)
     total, squares = sum_square(sums, c)
     return dx.to(x.dtype), sums, torch.stack([total, squares], 1).flatten(0, 1)
 
 
-def _with_places(x: Tensor) -> Tensor:
-    """x (N, C, *spatial), of one place where there are none."""
-    return x if x.ndim > 2 else x[..., None]
+def _rows(x: Tensor) -> tuple[int, ...]:
+    """The dimensions of a group's rows in x (κ, N/κ, C, *spatial)."""
+    return (1, *range(3, x.ndim))
 
 
-def _places(x: Tensor) -> tuple[int, ...]:
-    return tuple(range(2, x.ndim))
+def _sums(x: Tensor, kappa: int) -> Tensor:
+    """(κ, C) of x (N, C, *spatial)."""
+    xs = x.unflatten(0, (kappa, -1))
+    return xs.sum(_rows(xs))
 
 
 def _per_sample(t: Tensor, like: Tensor) -> Tensor:
