@@ -340,7 +340,8 @@ def test_a_run_whose_weights_are_no_numbers_ends_there(sources):
     settings = run("resnet-ln", "standard", "square_root", epochs=4, lr0=1e30)
     updates = sum(1 for _ in train.train(settings, sources["resnet-ln"], on_epoch=heard.append))
     assert [row["epoch"] for row in heard] == [1, 2, 3, 4]
-    assert all(math.isnan(row["test_loss"]) for row in heard)
+    assert all(math.isnan(row[loss]) for row in heard for loss in ("train_loss", "test_loss"))
+    assert [row["seconds"] > 0 for row in heard] == [True, False, False, False]
     assert updates < 2 * (sources["resnet-ln"].count // MAX)
 
 

@@ -154,15 +154,16 @@ def train(
     while waiting:
         read(wait=not gpu)
         yield
-    for number in range(len(rows), run.epochs):
-        rows.append({**rows[-1], "epoch": number + 1, "samples": (number + 1) * take})
+    for number in range(len(rows), run.epochs):  # the accuracies stay those of weights that are no numbers
+        left = {"epoch": number + 1, "samples": (number + 1) * take, "train_loss": math.nan, "seconds": 0.0}
+        rows.append({**rows[-1], **left})
         on_epoch(rows[-1])
     return rows
 
 
 def _alive(row: Row) -> bool:
     """Whether the weights at the end of an epoch are numbers, by the losses on both sets."""
-    return math.isfinite(row["test_loss"]) or math.isfinite(row["end_train_loss"])
+    return not (math.isnan(row["test_loss"]) and math.isnan(row["end_train_loss"]))
 
 
 def _event() -> Any:
