@@ -30,7 +30,7 @@ def operator(
         schema: name, arguments and results; arguments that are written to are marked: "Tensor(a!) x".
         fake: takes the arguments, returns results of the right shape, dtype and layout, without values.
         replays: whether a CUDA graph of torch.compile (mode="reduce-overhead") may hold it. Not where the host counts
-            calls, or gives a kernel other scalars each time: torch cuts the graph there.
+            calls, or gives a kernel other scalars each time: torch makes no CUDA graph of its graph.
     """
     name = schema.partition("(")[0]
 

@@ -170,6 +170,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         if len(devices) == 1:
             self.undo.append(_CallingThread())
         if self.into is not None:
+            self.undo.append(_Uncut())
             for device in devices - tickets.keys():
                 tickets[device] = [torch.zeros((), device=device, requires_grad=True) for _ in range(2)]
             mini.sink = Sink(self.into, mini, entries, self.wait)
@@ -420,6 +421,23 @@ class _Uncompiled:
 
     def remove(self) -> None:
         self.stance.__exit__(None, None, None)
+
+
+class _Uncut:
+    """torch.compile makes CUDA graphs of a whole graph or of nothing of it, until `remove`.
+
+    It would cut a graph at the operators that take pairs. What is joined before a cut (torch.cat, torch.stack) and used
+    behind it then comes from memory that nobody has written, seen in torch 2.11: other numbers, and not a word.
+    """
+
+    def __init__(self) -> None:
+        from torch._inductor import config
+
+        self.patch = config.patch(graph_partition=False)
+        self.patch.__enter__()
+
+    def remove(self) -> None:
+        self.patch.__exit__(None, None, None)
 
 
 class _AroundGraph:
