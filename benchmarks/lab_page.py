@@ -7,12 +7,13 @@ import math
 import statistics
 from pathlib import Path
 
+import lab_once
 import lab_speed
 
 from invariant_adam_lab import record
 from invariant_adam_lab.results import curves as lab
 from invariant_adam_lab.results import measures
-from invariant_adam_lab.results.curves import MODELS, rate
+from invariant_adam_lab.results.curves import MODELS, ONCE, rate
 from invariant_adam_lab.results.measures import ratio
 
 FIGURES = Path("docs/figures/lab")
@@ -66,6 +67,9 @@ questions that they leave open.
 <!-- norm -->
 <!-- /norm -->
 
+<!-- once -->
+<!-- /once -->
+
 <!-- seconds -->
 <!-- /seconds -->
 
@@ -79,12 +83,13 @@ questions that they leave open.
 
 def blocks(root, folder):
     """The blocks of the page by name, each a function that yields its lines."""
-    found = lab.load(folder)
+    every = lab.load(folder)
+    found = every._replace(runs=[run for run in every.runs if run.model not in ONCE])  # which have a block of their own
     rows = measures.spreads(found)
     plain, first, paper, pair = _chosen(found, rows)
     figure = _Figures(root, found)
     return {
-        "sources": lambda: sources(found),
+        "sources": lambda: sources(every),
         "speed": lambda: lab_speed.speed_rows(found, figure),
         "grown": lambda: lab_speed.grown_rows(root, found),
         "metrics": lambda: lab_speed.metric_rows(found),
@@ -97,6 +102,7 @@ def blocks(root, folder):
         "micro": lambda: micro_rows(found, figure),
         "ramp": lambda: ramp_rows(found, figure),
         "norm": lambda: norm_rows(found, paper, figure),
+        "once": lambda: lab_once.rows(every, figure),
         "seconds": lambda: second_rows(found, record.read_json(root / SECONDS)),
         "remarks": lambda: remark_rows(found),
     }

@@ -12,6 +12,7 @@ from lab_results import FULL, PAIR, rows, same, uneven, write
 
 from invariant_adam_lab.results.curves import load
 from invariant_adam_lab.results.measures import best, compare, floor, matched, measure
+from invariant_adam_lab.training.runs import RECIPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -415,6 +416,54 @@ def test_a_ramp_is_compared_within_its_seeds(pages, tmp_path):
     assert tables(filled(pages, tmp_path), "ramp") == before
 
 
+def seen_once(sizes=(8, 256), algorithms=PAIR, rates=(1.2e-3,), **settings):
+    """Rows of runs of GPT-2: invariant Adam is grown in, but for B = M, and standard Adam has the largest B alone."""
+    found = rows("gpt2", algorithms, sizes, rates, micro=8, largest=256, epochs=10, samples=9984, **settings)
+    found = [row for row in found if row["algorithm"] == "invariant" or row["batch_size"] == 256]
+    return [row | {"grow": 0.1 * (row["algorithm"] == "invariant" and row["batch_size"] > 8)} for row in found]
+
+
+def test_a_model_that_sees_its_data_once_is_in_a_block_of_its_own(pages, tmp_path):
+    short = rows("resnet-ln", sizes=(25, 100, 400), rates=(1e-5, 1e-4), epochs=3)
+    for name, found in (("without", short), ("with", short + seen_once())):
+        write(tmp_path / name / pages.LAB / "all", found)
+    without, text = (filled(pages, tmp_path / name) for name in ("without", "with"))
+    block = re.search(r"<!-- once -->\n(.*)<!-- /once -->\n", text, flags=re.DOTALL)[1]
+    assert text.replace(block, "") == without  # no other table changes
+    shown = [row for row in tables(text, "once") if "mini-batches" in row]
+    assert [(row["optimizer"], row["B"], row["mini-batches"]) for row in shown] == [
+        ("Invariant Adam, η ∝ B", "8", "12,480"),
+        ("Invariant Adam, η ∝ B, grown in", "256", "390"),
+        ("Standard Adam, η ∝ √B", "256", "390"),
+    ]
+    losses = [row["test_loss"] for row in seen_once() if row["algorithm"] == "standard"]
+    assert [shown[2][part] for part in ("10 %", "50 %", "100 %")] == [f"{losses[i]:.3f}" for i in (0, 4, 9)]
+    (spread,) = (row for row in tables(text, "once") if "order floor" in row)
+    assert (spread["optimizer"], spread["batch sizes"]) == ("Invariant Adam, η ∝ B, grown in", "8, 256")
+    value = by_hand([row for row in seen_once() if row["algorithm"] == "invariant"], (8, 256), model="gpt2",
+                    micro_batch_size=8)  # fmt: skip
+    assert (spread["training loss, running"], spread["order floor"]) == (f"{value:.2g}", "not measured")
+    lacks = "Not run: η₀ = 3e-4, 6e-4; B = 32, 128; Standard Adam at η₀ = 1.2e-3, B = 8; the order floor; other seeds."
+    assert lacks in " ".join(block.split())
+
+
+def test_runs_that_come_later_are_no_longer_missing(pages, tmp_path):
+    found = seen_once() + rows("gpt2", PAIR[1:], (8,), (1.2e-3,), micro=8, largest=256, samples=9984)
+    order = rows("gpt2", PAIR[:1], (8,), (1.2e-3,), micro=8, largest=256, samples=9984)
+    found += [row | {"order": 1, "train_loss": 1.01 * row["train_loss"]} for row in order]
+    write(tmp_path / pages.LAB / "gpt2", found)
+    text = filled(pages, tmp_path)
+    assert "Not run: η₀ = 3e-4, 6e-4; B = 32, 128; other seeds." in text
+    shown = tables(text, "once")
+    assert [row["optimizer"] for row in shown if "mini-batches" in row] == [
+        "Invariant Adam, η ∝ B", "Invariant Adam, η ∝ B, order 1", "Invariant Adam, η ∝ B, grown in",
+        "Standard Adam, η ∝ √B", "Standard Adam, η ∝ √B",
+    ]  # fmt: skip
+    assert [(row["optimizer"], row["order floor"]) for row in shown if "order floor" in row] == [
+        ("Standard Adam, η ∝ √B", "not measured"), ("Invariant Adam, η ∝ B, grown in", "0.01")
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def lab_results():
     return load(ROOT / "benchmarks" / "results" / "lab")
@@ -558,6 +607,40 @@ def test_growing_in_on_the_papers_models_is_what_the_pages_say_it_is(lab_results
     assert f"the batch sizes {apart}" in paper
     as_is = spread_of(lab_results, "resnet-ln", "invariant", 1e-4)
     assert f"from {as_is:.2g} to {of('resnet-ln', 1e-4)[0]:.2g}, which is still more than 1 %" in paper
+
+
+def test_gpt2_on_a_text_is_what_the_pages_say_it_is(lab_results):
+    runs = {
+        (run.series.algorithm, run.batch_size): run
+        for run in lab_results.runs
+        if (run.model, run.lr0, run.seed, run.order) == ("gpt2", 1.2e-3, 0, 0)
+    }
+    assert runs["invariant", 256].series.grow == 0.1
+    assert not runs["standard", 256].series.grow
+    small, large = (runs["invariant", size].columns["test_loss"][-1] for size in (8, 256))
+    plain = runs["standard", 256].columns["test_loss"][-1]
+    page = said("results.md")
+    assert f"B = 256 ends at a test loss of {large:.2f} where B = 8 ends at {small:.2f}." in page
+    assert f"At B = 256 standard Adam ends at {plain:.2f}." in page
+    assert f"B = 256 ends {large - small:.2f} above B = 8, with a 32nd of its updates" in page
+    assert f"invariant Adam ends {plain - large:.2f} lower" in page
+    assert f"B = 256 ends at a test loss of {large:.2f}, B = 8 at {small:.2f}." in said("lab.md")
+    home = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    losses = f"B = 8 ends at a test loss of {small:.2f}, B = 256 at {large:.2f}, and AdamW at {plain:.2f}"
+    assert f"on 102 million tokens, grown in, at a learning rate of 1.2e-3 for B = 256: {losses}" in home
+    samples = {run.columns["samples"][-1] for run in runs.values()}
+    assert samples == {99_840}
+    assert round(99_840 * 1024 / 1e6) == 102
+    minutes = [sum(run.columns["seconds"]) / 60 for run in runs.values()]
+    assert f"took {min(minutes):.0f} to {max(minutes):.0f} minutes of an H200" in said("lab.md")
+    # "it is the highest of the grid", "not small in 390 updates", "one seed", "not tried at another η₀"
+    recipe = RECIPES["gpt2"]
+    assert max(recipe.lrs) == 1.2e-3
+    assert [round(1 - beta, 2) for beta in recipe.betas] == [0.1, 0.05]
+    assert 99_840 // 256 == 390
+    assert {(run.lr0, run.seed) for run in lab_results.runs if run.model == "gpt2"} == {(1.2e-3, 0)}
+    (about,) = (grid for grid in lab_results.grids.values() if grid["model"] == "gpt2")
+    assert f"tokens-{about['dataset']['sha256'][:16]}-{recipe.vocabulary}.npz" in said("lab.md")
 
 
 def test_the_speed_page_quotes_the_thread_that_backwards_run_in():

@@ -608,6 +608,24 @@ def test_a_learning_rate_has_one_colour_in_all_figures(tmp_path):
     assert seen == set(named) - {"η₀ = 3·10⁻³"}  # of one run that fits nowhere
 
 
+def test_a_model_that_sees_its_data_once_changes_no_figure_of_the_others(tmp_path):
+    short = rows("gpt", **SMALL)
+    once = rows("gpt2", sizes=(8, 256), rates=(1.2e-3,), micro=8)
+    once = [row for row in once if row["algorithm"] == "invariant" or row["batch_size"] == 256]
+    once = [row | {"grow": 0.1 * (row["algorithm"] == "invariant" and row["batch_size"] > 8)} for row in once]
+    without, both = (load(write(tmp_path / name, found)) for name, found in (("a", short), ("b", short + once)))
+    before, after = (dict(figures.figures(results)) for results in (without, both))
+    # The run at B = M is a curve among those that were grown in; alone it is no comparison.
+    assert set(after) - set(before) == {"gpt2-curves-grown", "gpt2-batch-size"}
+    for name, figure in before.items():
+        assert style.render(after[name], "svg") == style.render(figure, "svg"), name
+    titles = [ax.get_title(loc="left").replace("\n", " ") for ax in after["gpt2-curves-grown"].axes]
+    assert [title for title in titles if title] == [
+        "Standard Adam, η\u00a0∝\u00a0√B, B\u00a0=\u00a0256",
+        "Invariant Adam, η\u00a0∝\u00a0B, grown in, B\u00a0=\u00a08,\u00a0256",
+    ]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 20])
 def test_there_are_colours_for_any_number_of_learning_rates(tmp_path, count):
     results = load(write(tmp_path, rows(sizes=(25,), rates=[1e-5 * (i + 1) for i in range(count)], epochs=1)))

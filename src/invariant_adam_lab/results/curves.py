@@ -46,6 +46,7 @@ MODELS = {
     "gpt": "GPT, characters",
     "gpt2": "GPT-2, text",
 }
+ONCE = ("gpt2",)  # models that see their data once: their η₀ is the highest of a warm-up and a cosine
 LAWS = {"linear": "η ∝ B", "exponential": "η ∝ B", "square_root": "η ∝ √B", "none": "η constant"}
 SAME_AT_M = ("invariant", "standard", "accumulate", "micro", "adama")  # the same Adam where B = M
 

@@ -1,8 +1,8 @@
 """A grid's results -> its figures, PNG and SVG, and the table of spreads.
 
-In curves, colour is the learning rate η₀, the same in all figures of a folder; opacity and width are the batch size:
-small ones pale and wide, large ones dark and narrow, so that those on top of each other can all be seen. An × ends a
-curve whose run diverged.
+In curves, colour is the learning rate η₀, the same in all figures of a folder, but for models of one pass, which have
+their own; opacity and width are the batch size: small ones pale and wide, large ones dark and narrow, so that those on
+top of each other can all be seen. An × ends a curve whose run diverged.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from . import speed
 from .curves import METRICS, MODELS, Curve, Results, Series, by_batch_size
 from .measures import (
     TOLERANCE,
+    SpreadRow,
     at_samples,
     best,
     common_size,
@@ -34,6 +35,7 @@ from .measures import (
     spreads,
     table,
     usual,
+    with_lines,
 )
 from .style import (
     ALGORITHMS,
@@ -80,6 +82,7 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
         for model in results.models:
             every = results.series(model)
             pairs = [(s.rival, s) for s in every if s.algorithm == "invariant" and s.rival in every]
+            pairs = [(rival, ours) for rival, ours in pairs if not _stands_for_grown(results, model, ours)]
             shown: set[str] = set()
             for pair in pairs:
                 more = ["warmup"] * bool(pair[1].warmup_samples) + ["grown"] * bool(pair[1].grow)
@@ -105,6 +108,16 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
                 yield f"{model}-micro", micro_figure(results, model)
             if results.ramps(model):
                 yield f"{model}-ramp", ramp_figure(results, model)
+
+
+def _models(rows: Iterable[SpreadRow]) -> list[str]:
+    return list(dict.fromkeys(row.model for row in rows))
+
+
+def _stands_for_grown(results: Results, model: str, series: Series) -> bool:
+    """Whether a series is the run at B = M alone, and its other batch sizes were grown in: it is a curve among them."""
+    grown = [s for s in results.paper(model) if s.grow and s._replace(grow=0.0) == series]
+    return not _several(results, model, series) and any(_several(results, model, s) for s in grown)
 
 
 def _whole(results: Results, model: str, columns: Sequence[Series]) -> set[float]:
@@ -190,10 +203,11 @@ def spread_figure(results: Results) -> Figure:
 
     A panel is over the batch sizes that its series usually have. A point that lacks some would look closer than it is:
     it is hollow and on no line. A series of such points, or of one learning rate where others have several, is left to
-    the tables, but for the others' rival.
+    the tables, but for the others' rival; and so is a model of one learning rate.
     """
     rows = [row for row in spreads(results) if not math.isnan(row.spread.value)]
-    models = [model for model in results.models if any(row.model == model for row in rows)]
+    models = with_lines({model: {row.lr0 for row in rows if row.model == model} for model in _models(rows)})
+    rows = [row for row in rows if row.model in models]
     figure = Figure(figsize=(max(6.4, 2.9 * len(models)), 4.1), layout="constrained")
     axes = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
     finite = [row.spread.value for row in rows if math.isfinite(row.spread.value)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .curves import METRICS, Curve, Results, Series, by_batch_size, rate
@@ -208,6 +208,15 @@ def usual(rows: Iterable[SpreadRow]) -> list[int]:
     """Return the most batch sizes that a spread is over, of those that several rows have: a stray run is in one."""
     sets = [row.spread.batch_sizes for row in rows if not math.isnan(row.spread.value)]
     return max([sizes for sizes in sets if sets.count(sizes) > 1] or sets, key=len, default=[])
+
+
+def with_lines(rates: Mapping[str, Collection[float]]) -> list[str]:
+    """Return the models whose results are at several learning rates, of which a line can be drawn; else all.
+
+    >>> with_lines({"vit": {1e-5, 1e-4}, "gpt2": {1e-3}}), with_lines({"gpt2": {1e-3}})
+    (['vit'], ['gpt2'])
+    """
+    return [model for model, found in rates.items() if len(found) > 1] or list(rates)
 
 
 class Range(NamedTuple):

@@ -10,18 +10,20 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from .curves import METRICS, MODELS, Results, Series
-from .measures import final, floor, measure
+from .measures import final, floor, measure, with_lines
 from .style import FAINT, dress, legend_below, power_of_ten, series_looks, sizes_said, wrap
 
 
 def speed_figure(results: Results, metric: str) -> Figure:
     """Draw the spread against the final loss, a panel for each model: which optimizer lies closer at the same speed.
 
-    A panel is over the most batch sizes that the paper's pair has; a point that lacks some is left to the tables. The
-    order floor, where it was measured, is the shaded band below. Where a line turns back, a larger η₀ trains slower.
+    A panel is over the most batch sizes that the paper's pair has; a point that lacks some is left to the tables, and
+    so is a model of one learning rate where others have several. The order floor, where it was measured, is the shaded
+    band below. Where a line turns back, a larger η₀ trains slower.
     """
     panels_of = {model: points(results, model, metric) for model in results.models}
-    panels_of = {model: found for model, found in panels_of.items() if found}
+    rates = {model: {p.lr0 for found in drawn.values() for p in found} for model, drawn in panels_of.items() if drawn}
+    panels_of = {model: panels_of[model] for model in with_lines(rates)}
     figure = Figure(figsize=(max(6.4, 2.9 * len(panels_of)), 4.1), layout="constrained")
     axes = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
     labels = {(m, s): results.label(m, s, among=panels_of[m]) for m in panels_of for s in panels_of[m]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import matplotlib
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from .curves import MODELS, Curve, Results, Series
+from .curves import MODELS, ONCE, Curve, Results, Series
 
 INK, FAINT, GRID = "#1d2330", "#6b7285", "#e4e6ec"
 # Okabe and Ito's colours, which the colour-blind tell apart, the pale ones last; and a purple.
@@ -37,9 +37,16 @@ STYLE: Any = {
 }
 
 
-def rate_colours(results: Results) -> dict[float, str]:
-    """Give each η₀ of the results its colour, from SPECTRUM and as far apart as their number allows."""
-    rates = sorted({run.lr0 for run in results.runs})
+def rate_colours(results: Results, models: Collection[str] = ()) -> dict[float, str]:
+    """Give each η₀ of the results its colour, from SPECTRUM and as far apart as their number allows.
+
+    Args:
+        results: all runs.
+        models: whose η₀, with that of the other models that train at a constant one, or of those that see their data
+            once; by default of all.
+    """
+    once = {model in ONCE for model in models} or {False, True}
+    rates = sorted({run.lr0 for run in results.runs if (run.model in ONCE) in once})
     ramp = LinearSegmentedColormap.from_list("η₀", SPECTRUM, N=max(len(SPECTRUM), len(rates)))
     gap = (ramp.N - 1) / max(1, len(rates) - 1)
     return {lr0: to_hex(ramp(round(i * gap))) for i, lr0 in enumerate(rates)}
@@ -52,7 +59,8 @@ class Look:
         self.rates = sorted({run.lr0 for run in runs})
         self.sizes = sorted({run.batch_size for run in runs if not run.ramp}) or sorted({r.batch_size for r in runs})
         self.wild = any(run.diverged is not None for run in runs)
-        self.colours = {lr0: colour for lr0, colour in rate_colours(results).items() if lr0 in self.rates}
+        colours = rate_colours(results, {run.model for run in runs})
+        self.colours = {lr0: colour for lr0, colour in colours.items() if lr0 in self.rates}
         last = max(1, len(self.sizes) - 1)
         self.alphas = {size: 0.3 + 0.7 * i / last for i, size in enumerate(self.sizes)}
         self.widths = {size: 4.2 - 3.0 * i / last for i, size in enumerate(self.sizes)}

@@ -1,0 +1,50 @@
+"""Take runs of the lab that another machine made into benchmarks/results/lab, and gather their grids.
+
+    PYTHONPATH=src python benchmarks/lab_gather.py FOLDER...
+
+Each FOLDER is one that `invariant-adam reproduce --out FOLDER` wrote. Of the commands that its grid.json names, the
+folders of that machine are left out. Then make figures and pages:
+
+    invariant-adam figures benchmarks/results/lab --out docs/figures/lab
+    python benchmarks/pages.py
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from invariant_adam_lab import record
+from invariant_adam_lab.grids import grid, store
+
+LAB = Path("benchmarks/results/lab")
+
+
+def gather(place, lab=LAB):
+    """Take in the finished runs of a grid's folder; return how many they are."""
+    about, found = record.read_json(place / "grid.json"), list(store.files(place, "*-lr*.json"))
+    if about is None or not found:
+        return 0
+    for path, _, _ in found:
+        record.write(lab / place.name / path.name, path.read_bytes())
+    plan = grid.Grid(place.name, about["model"], about["grid"], about["preset"], [run for _, run, _ in found])
+    _, run, first = found[0]
+    how = {"small": run.small, "precision": first["precision"], "made_up": first["dataset"] == "made-up"}
+    for command in about["commands"]:
+        command = re.sub(r"--out \S+", f"--out {LAB}", re.sub(r"(--data )\S*/", r"\1", command))
+        store.gather(plan, store.Setup(lab, place.name, first["device_type"], first["dataset"], **how), command)
+    (lab / place.name / "results.parquet").unlink(missing_ok=True)  # not kept in the repository
+    return len(found)
+
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    if not LAB.is_dir():
+        parser.error(f"there is no {LAB} here; call this from the repository")
+    for folder in parser.parse_args(words).folders:
+        for place in sorted(path for path in folder.iterdir() if path.is_dir()):
+            print(f"{place}: {gather(place)} finished runs taken in")
+
+
+if __name__ == "__main__":
+    main()
