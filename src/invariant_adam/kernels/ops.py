@@ -22,7 +22,7 @@ _library = torch.library.Library("invariant_adam", "FRAGMENT")
 
 
 def operator(
-    schema: str, fake: Callable[..., Any], *, replays: bool = True
+    schema: str, fake: Callable[..., Any], *, replays: bool = True, any_layout: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the operator `torch.ops.invariant_adam.<name>`, and return the operator.
 
@@ -31,12 +31,15 @@ def operator(
         fake: takes the arguments, returns results of the right shape, dtype and layout, without values.
         replays: whether a CUDA graph of torch.compile (mode="reduce-overhead") may hold it. Not where the host counts
             calls, or gives a kernel other scalars each time: torch makes no CUDA graph of its graph.
+        any_layout: whether tensors may come as they lie in the compiler's memory. Otherwise they lie as in the trace,
+            which may cost a copy.
     """
     name = schema.partition("(")[0]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        unsafe = () if replays else (torch.Tag.cudagraph_unsafe,)
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *unsafe))
+        tags = [torch.Tag.pt2_compliant_tag]
+        tags += [torch.Tag.flexible_layout] * any_layout + [torch.Tag.cudagraph_unsafe] * (not replays)
+        _library.define(schema, tags=tags)
         _library.impl(name, function, "CompositeExplicitAutograd")
 
         def traced(*args: Any) -> Any:

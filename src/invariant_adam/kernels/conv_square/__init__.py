@@ -28,4 +28,6 @@ def conv_square(G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None = None) ->
     X = cast(X, G.dtype)
     if not takes_fused(G, X, geo, G.shape[0]):
         return plain.conv_square(G, X, geo, c)
-    return fused.conv_square_op(G, X, c, *geo) if is_compiling() else fused.conv_square(G, X, geo, c)
+    if is_compiling():
+        return fused.conv_square_op(G.flatten(0, 1), X.flatten(0, 1), c, G.shape[0], *geo)
+    return fused.conv_square(G, X, geo, c)

@@ -379,11 +379,12 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
 
 
 @operator(
-    "conv_square(Tensor G, Tensor X, Tensor? c, int[] weight, int[] stride, int[] padding, int[] dilation, "
+    "conv_square(Tensor G, Tensor X, Tensor? c, int kappa, int[] weight, int[] stride, int[] padding, int[] dilation, "
     "bool transposed, int[] output_padding, int groups, bool channels_last) -> (Tensor, Tensor)",
-    lambda G, X, c, *geo: pair_of(G, geo[0], channels_last=geo[-1]),
+    lambda G, X, c, kappa, *geo: pair_of(G, geo[0], channels_last=geo[-1]),
+    any_layout=True,
 )
-def conv_square_op(G: Tensor, X: Tensor, c: Tensor | None, *geo: Any) -> tuple[Tensor, Tensor]:
-    """`conv_square` as an operator; of the fields of a `Geometry`, tuples come as lists."""
-    fields: list[Any] = [tuple(x) if isinstance(x, list) else x for x in geo]
-    return conv_square(G, X, Geometry(*fields), c)
+def conv_square_op(G: Tensor, X: Tensor, c: Tensor | None, kappa: int, *geo: Any) -> tuple[Tensor, Tensor]:
+    """`conv_square` as an operator, of all groups' images; of the fields of a `Geometry`, tuples come as lists."""
+    geometry = Geometry(*(tuple(x) if isinstance(x, list) else x for x in geo))
+    return plan_of(G, X, geometry, kappa, c)(G, X, c)

@@ -33,7 +33,9 @@ def gemm_square(G: Tensor, X: Tensor, c: Tensor | None = None) -> tuple[Tensor, 
     X = cast(X, G.dtype)
     if not takes_fused(G):
         return plain.gemm_square(G, X, c)
-    return (fused.gemm_square_op if is_compiling() else fused.gemm_square)(G, X, c)
+    if is_compiling():
+        return fused.gemm_square_op(G.flatten(0, 1), X.flatten(0, 1), c, G.shape[0])
+    return fused.gemm_square(G, X, c)
 
 
 def gemm_rows(G: Tensor, X: Tensor, rows: Tensor) -> Tensor:

@@ -235,10 +235,16 @@ def _best(G: Tensor, X: Tensor, c: Tensor | None) -> GemmConfig:
     )  # fmt: skip
 
 
-gemm_square_op = operator(
-    "gemm_square(Tensor G, Tensor X, Tensor? c) -> (Tensor, Tensor)",
-    lambda G, X, c: pair_of(G, (G.shape[2], X.shape[2])),
-)(gemm_square)
+@operator(
+    "gemm_square(Tensor G, Tensor X, Tensor? c, int kappa) -> (Tensor, Tensor)",
+    lambda G, X, c, kappa: pair_of(G, (G.shape[1], X.shape[1])),
+)
+def gemm_square_op(G: Tensor, X: Tensor, c: Tensor | None, kappa: int) -> tuple[Tensor, Tensor]:
+    """`gemm_square` as an operator, of the rows of all groups one after the other.
+
+    The other products of a graph take them so too. What is asked for in two shapes is written twice.
+    """
+    return gemm_square(G.unflatten(0, (kappa, -1)), X.unflatten(0, (kappa, -1)), c)
 
 
 def choose(m: int, n: int, rows: int, dtype: torch.dtype) -> GemmConfig:

@@ -286,7 +286,7 @@ def deliver_rows(groups: Groups, weight: Weight, rows: list[Tensor]) -> Gradient
 def deliver_places(groups: Groups, weight: Weight, images: list[Tensor]) -> Gradients:
     """`deliver_rows` for images (groups, samples, C, *spatial), whose samples and places are the rows."""
     last = [t.movedim(2, -1) for t in images]
-    if all(t.is_contiguous() and sums.takes_fused(t) for t in last):
+    if all(sums.takes_fused(t) for t in last):
         return deliver_rows(groups, weight, [t.flatten(1, -2) for t in last])
     return deliver_sums(groups, weight, [t.sum((1, *range(3, t.ndim))) for t in images])
 

@@ -42,20 +42,24 @@ def _fold(key: int, G: Tensor, X: Tensor, geo: Geometry, kappa: int, c: Tensor |
 
 
 @operator(
-    "into_convolution(Tensor G, Tensor X, Tensor? c, int[] geometry, int key) -> Tensor", ticket_shape, replays=False
+    "into_convolution(Tensor G, Tensor X, Tensor? c, int kappa, int[] geometry, int key) -> Tensor",
+    ticket_shape,
+    replays=False,
+    any_layout=True,
 )
-def _into_convolution(G: Tensor, X: Tensor, c: Tensor | None, geometry: list[int], key: int) -> Tensor:
+def _into_convolution(G: Tensor, X: Tensor, c: Tensor | None, kappa: int, geometry: list[int], key: int) -> Tensor:
     n, left = len(geometry) // 5 - 1, iter(geometry)  # n + 2 sizes of the weight, n of four others, and three numbers
     weight, stride, padding, dilation, output_padding = (tuple(islice(left, k)) for k in (n + 2, n, n, n, n))
     groups, transposed, last = left
     geo = Geometry(weight, stride, padding, dilation, bool(transposed), output_padding, groups, bool(last))
-    _fold(key, G.flatten(0, 1), X.flatten(0, 1), geo, G.shape[0], c)
+    _fold(key, G, X, geo, kappa, c)
     return ticket(G)
 
 
 def _into(key: int, G: Tensor, X: Tensor, geo: Geometry, c: Tensor | None) -> Any:
     sizes = *geo.weight, *geo.stride, *geo.padding, *geo.dilation, *geo.output_padding
-    return _into_convolution(G, X, c, [*sizes, geo.groups, int(geo.transposed), int(geo.channels_last)], key)
+    numbers = [*sizes, geo.groups, int(geo.transposed), int(geo.channels_last)]
+    return _into_convolution(G.flatten(0, 1), X.flatten(0, 1), c, G.shape[0], numbers, key)
 
 
 CONV = base.Kernel(kernels.conv_square, kernels.conv_groups, _into)
@@ -77,7 +81,8 @@ def _deliver(groups: Groups, weight: Weight, g: Tensor, x: Tensor, geo: Geometry
 
 def _deliver_bias(groups: Groups, weight: Weight, g: Tensor) -> base.Gradients:
     """`base.deliver_places` for images whose samples and places may be rows without a copy."""
-    if len(groups.stretches) == 1 and g.is_contiguous(memory_format=torch.channels_last) and not is_compiling():
+    plain = len(groups.stretches) == 1 and not is_compiling()  # a trace must not ask how a gradient lies
+    if plain and g.is_contiguous(memory_format=torch.channels_last):
         rows, channels = g.numel() // (groups.kappa * g.shape[1]), g.shape[1]
         places = g.as_strided((groups.kappa, rows, channels), (rows * channels, channels, 1))
         return base.deliver_rows(groups, weight, [places])

@@ -38,14 +38,16 @@ def _fold(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> None:
         taker.fold(entry, dW, S)
 
 
-@operator("into_products(Tensor G, Tensor X, Tensor? c, int key) -> Tensor", ticket_shape, replays=False)
-def _into_products(G: Tensor, X: Tensor, c: Tensor | None, key: int) -> Tensor:
-    _fold(key, G, X, c)
+@operator("into_products(Tensor G, Tensor X, Tensor? c, int kappa, int key) -> Tensor", ticket_shape, replays=False)
+def _into_products(G: Tensor, X: Tensor, c: Tensor | None, kappa: int, key: int) -> Tensor:
+    _fold(key, G.unflatten(0, (kappa, -1)), X.unflatten(0, (kappa, -1)), c)
     return ticket(G)
 
 
 def _into(key: int, G: Tensor, X: Tensor, c: Tensor | None) -> Any:
-    return _into_products(G, X, c, key) if torch.compiler.is_compiling() else _fold(key, G, X, c)
+    if torch.compiler.is_compiling():
+        return _into_products(G.flatten(0, 1), X.flatten(0, 1), c, G.shape[0], key)
+    return _fold(key, G, X, c)
 
 
 GEMM = base.Kernel(kernels.gemm_square, kernels.gemm_groups, _into)
@@ -98,6 +100,8 @@ def _product(ctx: Any, x: Tensor, use: base.Use, w: Tensor, b: Any, *others: Ten
 
 def _gradients(ctx: Any, x: Tensor, w: Tensor, small: Tensor | None, g: Tensor) -> tuple[Any, ...]:
     use, groups, flip, needs = ctx.use, ctx.use.groups, ctx.use.settings, ctx.needs_input_grad
+    if g.ndim > 2 and not torch.compiler.is_compiling() and not g.is_contiguous():
+        g = g.contiguous()  # or matmul would make many small products of it, and the squares a copy of their own
     dx, pair, pair_b = None, base.NOTHING, base.NOTHING
     if needs[0]:
         if small is not None and small.dtype == g.dtype and not torch.is_grad_enabled():
@@ -186,13 +190,18 @@ def linear_with(
     use = base.use_of(mini, name, x, 1, (weight, bias), flip, axis=axis, any_order=True)
     if use is None:
         return NotImplemented
+    x, shape, tracing = base.autocast(x), x.shape, torch.compiler.is_compiling()
+    if rows := tracing and use.axis == 0 and x.ndim > 2:  # a graph's products take rows: as these, x is kept too
+        x = x.flatten(0, -2)
     table = base.table_of(use.weights[0])
     if table is None or not table.links:
-        return base.call(Linear, base.autocast(x), use)
-    links, table.headed = [t for link in table.links for t in link], True
-    if torch.compiler.is_compiling():
-        table.links = ()  # or the graph would return them
-    return base.call(Head, base.autocast(x), use, *links)
+        y = base.call(Linear, x, use)
+    else:
+        links, table.headed = [t for link in table.links for t in link], True
+        if tracing:
+            table.links = ()  # or the graph would return them
+        y = base.call(Head, x, use, *links)
+    return y.unflatten(0, shape[:-1]) if rows else y
 
 
 @base.operation("linear", line=products)
