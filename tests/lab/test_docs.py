@@ -11,7 +11,7 @@ import pytest
 from lab_results import FULL, PAIR, rows, same, uneven, write
 
 from invariant_adam_lab.results.curves import load
-from invariant_adam_lab.results.measures import best, compare, floor, matched, measure
+from invariant_adam_lab.results.measures import best, compare, floor, matched, measure, spreads
 from invariant_adam_lab.training.runs import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -615,24 +615,34 @@ def test_gpt2_on_a_text_is_what_the_pages_say_it_is(lab_results):
         for run in lab_results.runs
         if (run.model, run.lr0, run.seed, run.order) == ("gpt2", 1.2e-3, 0, 0)
     }
+    assert sorted(runs) == [("invariant", 8), ("invariant", 256), ("standard", 8), ("standard", 256)]
     assert runs["invariant", 256].series.grow == 0.1
-    assert not runs["standard", 256].series.grow
-    small, large = (runs["invariant", size].columns["test_loss"][-1] for size in (8, 256))
-    plain = runs["standard", 256].columns["test_loss"][-1]
-    page = said("results.md")
-    assert f"B = 256 ends at a test loss of {large:.2f} where B = 8 ends at {small:.2f}." in page
-    assert f"At B = 256 standard Adam ends at {plain:.2f}." in page
-    assert f"B = 256 ends {large - small:.2f} above B = 8, with a 32nd of its updates" in page
-    assert f"invariant Adam ends {plain - large:.2f} lower" in page
-    assert f"B = 256 ends at a test loss of {large:.2f}, B = 8 at {small:.2f}." in said("lab.md")
-    home = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    losses = f"B = 8 ends at a test loss of {small:.2f}, B = 256 at {large:.2f}, and AdamW at {plain:.2f}"
-    assert f"on 102 million tokens, grown in, at a learning rate of 1.2e-3 for B = 256: {losses}" in home
+    assert not any(runs["standard", size].series.grow for size in (8, 256))
+    ends = {key: run.columns["test_loss"][-1] for key, run in runs.items()}
+    ours, plain = ((ends[name, 8], ends[name, 256]) for name in ("invariant", "standard"))
+    of = [f"from {small:.2f} to {large:.2f}" for small, large in (ours, plain)]
+    more = [f"{large - small:.2f}" for small, large in (ours, plain)]
+    page, lab, home, log = (
+        " ".join((ROOT / path).read_text(encoding="utf-8").split())
+        for path in ("docs/results.md", "docs/lab.md", "README.md", "CHANGELOG.md")
+    )
+    both = f"{of[0]} (+{more[0]}) with invariant Adam, grown in, and {of[1]} (+{more[1]}) with"
+    assert f"its final test loss goes {both} standard Adam." in page
+    assert f"the test loss goes {both} AdamW, lr ∝ √B." in home
+    assert f"the test loss goes {of[0]} with invariant Adam and {of[1]} with standard Adam." in lab
+    assert f"with invariant Adam by {more[0]} in test loss, with standard Adam by {more[1]}." in log
+    assert f"rises by {more[0]} with invariant Adam and by {more[1]} with standard Adam" in page
+    (times,) = (row.ratio for row in spreads(lab_results) if row.model == "gpt2" and row.ratio > 0)
+    assert f"the ratio of their spreads is {times:.2g}." in page
+    right = [runs[name, 8].columns["test_accuracy"][-1] for name in ("invariant", "standard")]
+    tokens = "invariant Adam predicts {:.1%} of the tokens and standard Adam {:.1%}.".format(*right).replace("%", " %")
+    assert f"At B = 8 the two end alike, {ours[0] - plain[0]:.3f} apart in test loss, though {tokens}" in page
+    assert f"both have the same η₀ and betas, and invariant Adam ends {plain[1] - ours[1]:.2f} lower." in page
     samples = {run.columns["samples"][-1] for run in runs.values()}
     assert samples == {99_840}
     assert round(99_840 * 1024 / 1e6) == 102
     minutes = [sum(run.columns["seconds"]) / 60 for run in runs.values()]
-    assert f"took {min(minutes):.0f} to {max(minutes):.0f} minutes of an H200" in said("lab.md")
+    assert f"took {min(minutes):.0f} to {max(minutes):.0f} minutes of an H200" in lab
     # "it is the highest of the grid", "not small in 390 updates", "one seed", "not tried at another η₀"
     recipe = RECIPES["gpt2"]
     assert max(recipe.lrs) == 1.2e-3
@@ -640,7 +650,7 @@ def test_gpt2_on_a_text_is_what_the_pages_say_it_is(lab_results):
     assert 99_840 // 256 == 390
     assert {(run.lr0, run.seed) for run in lab_results.runs if run.model == "gpt2"} == {(1.2e-3, 0)}
     (about,) = (grid for grid in lab_results.grids.values() if grid["model"] == "gpt2")
-    assert f"tokens-{about['dataset']['sha256'][:16]}-{recipe.vocabulary}.npz" in said("lab.md")
+    assert f"tokens-{about['dataset']['sha256'][:16]}-{recipe.vocabulary}.npz" in lab
 
 
 def test_the_speed_page_quotes_the_thread_that_backwards_run_in():
