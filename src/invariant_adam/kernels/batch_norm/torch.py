@@ -21,9 +21,9 @@ def statistics(
     if running_mean is not None and running_var is not None:
         rows = x.numel() // (kappa * x.shape[1])
         after = torch.arange(kappa - 1, -1, -1, dtype=mean.dtype, device=x.device)
-        weight = gain * torch.pow(ratio, after)
-        running_mean.mul_(keep).add_(weight @ mean)
-        running_var.mul_(keep).add_(weight @ var * (rows / max(rows - 1, 1)))
+        weight = gain * torch.pow(ratio, after)[:, None]  # no products of matrices: compilers fuse sums
+        running_mean.mul_(keep).add_((weight * mean).sum(0))
+        running_var.mul_(keep).add_((weight * var).sum(0) * (rows / max(rows - 1, 1)))
     return mean, torch.rsqrt(var + eps)
 
 
