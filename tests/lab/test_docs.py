@@ -696,6 +696,15 @@ def test_the_speed_page_says_what_models_as_people_bring_them_cost():
     kernels = [row["where"]["kernels_ms"] for row in (resnets[None], before)]
     assert "Its kernels take {:.1f} ms of plain's {:.1f}".format(*kernels) in page
     assert f"{resnets[None]['peak_gib']:.1f} GiB of plain's {resnets[None]['plain_peak_gib']:.1f}" in page
+    beside = json.loads((ROOT / "benchmarks" / "results" / "resnet18_beside_h200.json").read_text("utf-8"))["rows"]
+    again = next(row for row in beside if row["method"] == "one-pass" and row.get("mode") is None)
+    assert f"{again['peak_gib']:.1f}" == f"{again['first_gib']:.1f}" == f"{again['plain_peak_gib']:.1f}"
+    assert f"beside other commands, it has {again['peak_gib']:.1f} GiB in all updates" in page
+    swin, convnext = (
+        next(row["ratio"] for row in ours if row["compiled"] and row["model"].startswith(f"timm:{name}"))
+        for name in ("swin", "convnext")
+    )
+    assert f"Swin-T takes {swin:.2f} and ConvNeXt-T {convnext:.2f}." in page
     peaks = sorted(
         row["first_gib"] / max(row["plain_peak_gib"], row["plain_first_gib"]) for row in new if not row["graph"]
     )
