@@ -172,11 +172,7 @@ def _product(task: Task) -> tuple[Tensor, Tensor]:
 
 
 def _fused_product(rows: int) -> bool:
-    """Whether a product of so many rows per group is made by Triton's `gemm_square`.
-
-    Also of fewer than 16, where linear layers take plain torch: zeros fill up the 16 that the kernel takes at a time,
-    and cost less than a dozen calls that walk over all groups' products.
-    """
+    """Whether a product of so many rows per group is made by Triton's `gemm_square`."""
     return products.fused is not None and products.method(rows) == "products"
 
 

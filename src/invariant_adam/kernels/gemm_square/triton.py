@@ -128,8 +128,12 @@ def _gather(total, squares, partial, arrived, cut, piece, groups, KAPPA, size, B
 
 
 def serves(G: Tensor) -> bool:
-    """Whether the kernel takes these operands: at least 16 rows per group, of at most 32 bits each."""
-    return G.shape[1] >= 16 and G.dtype in FLOATS
+    """Whether the kernel takes these operands, numbers of at most 32 bits.
+
+    It takes 16 rows at a time, and zeros for those that a group lacks: that costs less than to walk over all groups'
+    products in memory, as plain torch does.
+    """
+    return G.dtype in FLOATS
 
 
 def gemm_square(
