@@ -32,6 +32,7 @@ GROUPS = {
     "vision": [
         [*VIT, "--eager"], [*VIT, "--compile"], [*VIT, "--compile", "--mode", "reduce-overhead"],
         [*CONVNEXT, "--eager"], [*CONVNEXT, "--eager", "--graph"], [*SWIN, "--eager"], [*EFFICIENT, "--eager"],
+        [*CONVNEXT, "--compile"], [*SWIN, "--compile"],
         [*RESNET, "--eager"], [*RESNET, "--compile"], [*RESNET, "--compile", "--mode", "reduce-overhead"],
     ],
     "gpt2": [[*GPT2, "--eager"], [*GPT2, "--compile"]],

@@ -382,5 +382,5 @@ def tiles(geo: Geometry, places: tuple[int, ...], dtype: torch.dtype) -> list[Co
 )
 def conv_square_op(G: Tensor, X: Tensor, c: Tensor | None, kappa: int, *geo: Any) -> tuple[Tensor, Tensor]:
     """`conv_square` as an operator, of all groups' images; of the fields of a `Geometry`, tuples come as lists."""
-    geometry = Geometry(*(tuple(x) if isinstance(x, list) else x for x in geo))
-    return plan_of(G, X, geometry, kappa, c)(G, X, c)
+    fields: list[Any] = [tuple(x) if isinstance(x, list) else x for x in geo]
+    return plan_of(G, X, Geometry(*fields), kappa, c)(G, X, c)
