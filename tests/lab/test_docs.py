@@ -691,10 +691,6 @@ def test_the_speed_page_says_what_models_as_people_bring_them_cost():
     assert f"and {resnet['ratio']:.2f} for ResNet-18 by `reduce-overhead`" in page
     assert f"ViT-S/16 takes {vits[None]['ratio']:.2f}." in page
     assert f"joined the graph, takes {resnets[None]['ratio']:.2f}, and" in page
-    graphs = [row for row in rows if row["compiled"] and row["model"] == "resnet18" and row.get("mode") is None]
-    (before,) = (row for row in graphs if row["method"] == "plain")
-    kernels = [row["where"]["kernels_ms"] for row in (resnets[None], before)]
-    assert "Its kernels take {:.1f} ms of plain's {:.1f}".format(*kernels) in page
     assert f"{resnets[None]['peak_gib']:.1f} GiB of plain's {resnets[None]['plain_peak_gib']:.1f}" in page
     beside = json.loads((ROOT / "benchmarks" / "results" / "resnet18_beside_h200.json").read_text("utf-8"))["rows"]
     again = next(row for row in beside if row["method"] == "one-pass" and row.get("mode") is None)

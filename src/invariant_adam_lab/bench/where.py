@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 HEAD = ("operation", "plain ms", "own ms", "more ms")
 _FEW = 6  # operations that are shown
+_LONG = 80  # characters of a name
 _TIMES = 3  # updates in a profile
 _LAUNCHED = 7  # updates whose launches are timed
 
@@ -51,12 +52,14 @@ def look(update: Callable[[], Any], device: torch.device, ms: float) -> dict[str
             torch.cuda.synchronize(device)
         profiled = 1e3 * (time.perf_counter() - start)
     unit = 1e-3 / _TIMES if gpu else 1e-3 * ms / profiled
-    spent: dict[str, float] = {}
-    for event in seen.key_averages():
-        own = event.self_device_time_total if gpu else event.self_cpu_time_total
-        # On a GPU a kernel stands under its own name and under that of the operator that launched it: taken once.
-        if own > 0 and (not gpu or event.device_type == DeviceType.CUDA):
-            spent[event.key[:80]] = own * unit
+    # On a GPU a kernel stands under its own name and under those of the operator that launched it and of torch's
+    # annotation around the optimizer: taken once.
+    times = (
+        (event.key, unit * (event.self_device_time_total if gpu else event.self_cpu_time_total))
+        for event in seen.key_averages()
+        if not gpu or (event.device_type == DeviceType.CUDA and not event.key.startswith("Optimizer."))
+    )
+    spent = added(times)
     if gpu:
         found["kernels_ms"] = sum(spent.values())
     else:  # the time that a Function has to itself is Python's
@@ -65,6 +68,19 @@ def look(update: Callable[[], Any], device: torch.device, ms: float) -> dict[str
     top = sorted(spent.items(), key=lambda item: -item[1])[:40]
     found["operations"] = {name: round(own, 3) for name, own in top}
     return {key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}
+
+
+def added(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return times by shortened names, which several kernels of a library may share.
+
+    >>> added([("conv" * 30 + "_small", 1.0), ("conv" * 30 + "_large", 2.0), ("relu", 0.0)]) == {"conv" * 20: 3.0}
+    True
+    """
+    found: dict[str, float] = {}
+    for name, spent in times:
+        if spent > 0:
+            found[name[:_LONG]] = found.get(name[:_LONG], 0.0) + spent
+    return found
 
 
 def verdict(row: dict[str, Any]) -> str:
