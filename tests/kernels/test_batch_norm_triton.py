@@ -216,7 +216,7 @@ def test_compiled(monkeypatch, channels):
                 model(x).square().mean().backward()
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(p.grad_sq, q.grad_sq, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(p.grad_sq, q.grad_sq, rtol=1e-3, atol=1e-5)  # tf32 convolutions on a GPU
     for a, b in zip(first.buffers(), second.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

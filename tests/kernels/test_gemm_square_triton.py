@@ -92,7 +92,7 @@ def test_pieces_add_up_to_the_whole_tile(monkeypatch, size):
         assert torch.equal(got, twice)
 
 
-@given(st.integers(1, 400), st.integers(1, 64), st.integers(16, 2048))
+@given(st.integers(1, 400), st.integers(1, 64), st.integers(3, 2048))
 def test_cuts_cover_every_group_of_every_tile_once(tiles, kappa, rows):
     cut = triton_twin._cut(tiles, kappa, rows, 132)
     if cut is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -174,6 +175,29 @@ def test_no_graph_is_cut_where_pairs_are_taken_as_they_are_made():
     with ia.one_pass(model, 1, into=opt):
         assert not torch._inductor.config.graph_partition
     assert torch._inductor.config.graph_partition is before
+
+
+@pytest.mark.slow
+def test_a_backward_whose_graph_would_be_cut_is_refused():
+    """From torch 2.13 on the setting holds in one thread, and another one may call the first backward."""
+    model, found = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 2)), []
+    opt = ia.InvariantAdam(model.parameters(), lr=0.1)
+    run = torch.compile(model, mode="reduce-overhead")
+
+    def backward(loss):
+        try:
+            loss.backward()
+        except Exception as error:
+            found.append(str(error))
+
+    with ia.one_pass(run, 2, into=opt):
+        loss = run(torch.randn(6, 5, 3)).square().mean()
+        cut = []
+        for work in (lambda: cut.append(torch._inductor.config.graph_partition), lambda: backward(loss)):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    assert ["compiled to CUDA graphs" in message for message in found] == [True] * cut[0]
 
 
 @pytest.mark.gpu

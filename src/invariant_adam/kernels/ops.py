@@ -43,6 +43,8 @@ def operator(
         _library.impl(name, function, "CompositeExplicitAutograd")
 
         def traced(*args: Any) -> Any:
+            if not replays:
+                _refuse_cuts()
             _rehearse(name, function, args)
             return fake(*args)
 
@@ -51,6 +53,18 @@ def operator(
         return call
 
     return register
+
+
+def _refuse_cuts() -> None:
+    """Refuse to be where torch would cut a CUDA graph: it may lose what is made before the cut and used behind it."""
+    from torch._inductor import config
+
+    if config.triton.cudagraphs and config.graph_partition:
+        raise RuntimeError(
+            'a backward of one_pass(..., into=opt) is compiled to CUDA graphs (mode="reduce-overhead" or '
+            '"max-autotune") in another thread than its context: call backward in the thread that opened it, or leave '
+            "into= out"
+        )
 
 
 _rehearsed: set[Any] = set()

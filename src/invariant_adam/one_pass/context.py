@@ -167,7 +167,7 @@ class one_pass:  # noqa: N801 - a context manager, used like a function
         devices = {entry.companion.device for entry in entries}
         for device in devices:
             make_ready(device)
-        if len(devices) == 1:
+        if len(devices) == 1 or self.into is not None:
             self.undo.append(_CallingThread())
         if self.into is not None:
             self.undo.append(_Uncut())
@@ -427,7 +427,8 @@ class _Uncut:
     """torch.compile makes CUDA graphs of a whole graph or of nothing of it, until `remove`.
 
     It would cut a graph at the operators that take pairs. What is joined before a cut (torch.cat, torch.stack) and used
-    behind it then comes from memory that nobody has written, seen in torch 2.11: other numbers, and not a word.
+    behind it then comes from memory that nobody has written, seen in torch 2.11: other numbers, and not a word. The
+    setting is that of a thread from torch 2.13 on; in another one the operators refuse (see `kernels.ops`).
     """
 
     def __init__(self) -> None:
@@ -470,6 +471,7 @@ class _CallingThread:
 
     torch has a thread for each GPU, so that several work at once. With one GPU that only takes Python's Functions and
     hooks to another core, and an update that waits for the host is longer by a sixth and more (docs/speed_tables.md).
+    With into= a backward is compiled in it too (see `_Uncut`).
     """
 
     def __init__(self) -> None:

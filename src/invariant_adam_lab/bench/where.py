@@ -52,12 +52,12 @@ def look(update: Callable[[], Any], device: torch.device, ms: float) -> dict[str
             torch.cuda.synchronize(device)
         profiled = 1e3 * (time.perf_counter() - start)
     unit = 1e-3 / _TIMES if gpu else 1e-3 * ms / profiled
-    # On a GPU a kernel stands under its own name and under those of the operator that launched it and of torch's
-    # annotation around the optimizer: taken once.
+    # On a GPU a kernel stands under its own name and under those of the operator that launched it and of annotations
+    # around it: taken once.
     times = (
         (event.key, unit * (event.self_device_time_total if gpu else event.self_cpu_time_total))
         for event in seen.key_averages()
-        if not gpu or (event.device_type == DeviceType.CUDA and not event.key.startswith("Optimizer."))
+        if not gpu or (event.device_type == DeviceType.CUDA and not event.is_user_annotation)
     )
     spent = added(times)
     if gpu:

@@ -18,7 +18,7 @@ from ..mini_batch import MiniBatch
 from ..weight import names_of
 from . import base
 
-STEP = 16  # more rows per group than this are filled up to a multiple: a kernel is set up for each shape
+STEP = 16  # rows per group: more are filled up to a multiple, since a kernel is set up for each shape
 
 
 def _by_expert(kappa: int, ids: Tensor, offs: Tensor, *rows: Tensor) -> Iterator[tuple[Any, ...]]:
