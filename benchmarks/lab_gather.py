@@ -24,8 +24,12 @@ def gather(place, lab=LAB):
     about, found = record.read_json(place / "grid.json"), list(store.files(place, "*-lr*.json"))
     if about is None or not found:
         return 0
-    for path, _, _ in found:
-        record.write(lab / place.name / path.name, path.read_bytes())
+    new = {lab / place.name / path.name: path.read_bytes() for path, _, _ in found}
+    other = [path for path, content in new.items() if path.exists() and path.read_bytes() != content]
+    if other:
+        raise FileExistsError(f"{other[0]} is there already, made another time; remove it first to replace it")
+    for path, content in new.items():
+        record.write(path, content)
     plan = grid.Grid(place.name, about["model"], about["grid"], about["preset"], [run for _, run, _ in found])
     _, run, first = found[0]
     how = {"small": run.small, "precision": first["precision"], "made_up": first["dataset"] == "made-up"}
@@ -41,9 +45,15 @@ def main(words=None):
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     if not LAB.is_dir():
         parser.error(f"there is no {LAB} here; call this from the repository")
-    for folder in parser.parse_args(words).folders:
-        for place in sorted(path for path in folder.iterdir() if path.is_dir()):
+    folders = parser.parse_args(words).folders
+    for folder in folders:
+        if not folder.is_dir():
+            parser.error(f"there is no folder {folder}; name one that reproduce was given as --out")
+    for place in sorted(path for folder in folders for path in folder.iterdir() if path.is_dir()):
+        try:
             print(f"{place}: {gather(place)} finished runs taken in")
+        except FileExistsError as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -53,3 +53,20 @@ def test_it_is_called_from_the_repository(lab_gather, tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit):
         lab_gather.main(["elsewhere"])
     assert "call this from the repository" in capsys.readouterr().err
+
+
+def test_what_is_there_is_not_replaced(lab_gather, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    kept = ROOT / "benchmarks" / "results" / "lab" / GRID
+    run = next(kept.glob("*-lr*.json"))
+    for place in (lab_gather.LAB / GRID, tmp_path / "elsewhere" / GRID):
+        place.mkdir(parents=True)
+        (place / "grid.json").write_bytes((kept / "grid.json").read_bytes())
+        (place / run.name).write_bytes(run.read_bytes())
+    there = tmp_path / lab_gather.LAB / GRID / run.name
+    there.write_text("{}", "utf-8")
+    for folder, message in (("elsewhere", "made another time"), ("nowhere", "there is no folder nowhere")):
+        with pytest.raises(SystemExit):
+            lab_gather.main([folder])
+        assert message in capsys.readouterr().err
+    assert there.read_text("utf-8") == "{}"
